@@ -1,0 +1,28 @@
+# The two commands of the README: `make quickstart` and `make test`. Both make .venv first if it is not there.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test install lint clean
+
+quickstart: install
+	$(BIN)/strop train recipes/quickstart.yaml --fresh
+
+test: install
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+lint: install
+	$(BIN)/ruff check --fix src tests examples benchmarks
+	$(BIN)/ruff format src tests examples benchmarks
+
+clean:
+	rm -rf .venv .coverage .mypy_cache .pytest_cache .ruff_cache
