@@ -1,0 +1,218 @@
+"""Rendering: from a row to the text that the model reads, and from that text to token ids, once."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from strop.config.data import DataSettings
+from strop.data.columns import listed, nearest
+from strop.errors import DataError, ModelError
+
+Message = dict[str, Any]
+
+
+class Renderer:
+    """Turns what a row holds into text and tokens, as `data.render`, `data.system_prompt` and the tokenizer say.
+
+    Args:
+        settings: the `data:` section.
+        tokenizer: a Hugging Face tokenizer.
+
+    Raises:
+        DataError: `system_prompt` is set with `render: text`, which has no place for it.
+        ModelError: `render: chat` and the tokenizer has no chat template.
+    """
+
+    def __init__(self, settings: DataSettings, tokenizer: Any) -> None:
+        self._render = settings.render
+        self._system_prompt = settings.system_prompt
+        self._tokenizer = tokenizer
+        self._prefix: list[int] | None = None
+        if settings.render == "text" and settings.system_prompt is not None:
+            raise _no_place_for_system_prompt("data.render is `text`", "data.system_prompt")
+        if settings.render == "chat":
+            self._need_template()
+
+    def text(self, prompt: str | list[Message], where: str) -> tuple[str, bool]:
+        """The text the model reads, and whether it came from the chat template.
+
+        Raises:
+            DataError: messages that are malformed, that the template refuses, or with `render: text`.
+            ModelError: messages, and a tokenizer without a chat template.
+        """
+        if isinstance(prompt, str):
+            if self._render != "chat":
+                if self._system_prompt is not None:
+                    raise _no_place_for_system_prompt("the prompt is a text and data.render is `auto`", where)
+                return prompt, False
+            messages: list[Message] = [{"role": "user", "content": prompt}]
+        elif self._render == "text":
+            raise DataError(
+                "the prompt is a list of messages, and data.render is `text`",
+                where=where,
+                mend="Set data.render to `chat` or `auto`, or make a text with data.prompt_template.",
+            )
+        else:
+            messages = prompt
+        if self._system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        self._need_template()
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise what they like: jinja errors, TypeErrors of their filters
+            roles = ", ".join(message["role"] for message in messages)
+            raise DataError(
+                f"the chat template refuses the messages (roles: {roles}): {error}",
+                where=where,
+                mend="Give messages in the order that this model's template wants"
+                + (", or remove data.system_prompt." if self._system_prompt is not None else "."),
+            ) from error
+        return str(text), True
+
+    def tokens(self, texts: Sequence[str], chat: bool) -> list[list[int]]:
+        """Token ids of each text: with the tokenizer's own first token (BOS) once, and never an end-of-text token
+        that the text does not hold. A chat template writes its own first token, so none is added to `chat` texts."""
+        if not texts:
+            return []
+        # Masks and types are not needed, and leaving them out halves the time of a batch.
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+        )
+        plain: list[list[int]] = encoded["input_ids"]
+        if chat:
+            return plain
+        if self._prefix is None:
+            self._prefix = leading_tokens(self._tokenizer)
+        prefix = self._prefix
+        return [ids if prefix and ids[: len(prefix)] == prefix else prefix + ids for ids in plain]
+
+    def unknown_token(self) -> int | None:
+        """The id that stands for characters the tokenizer does not know; None where it has no id of its own for it."""
+        tokenizer = self._tokenizer
+        unknown: int | None = tokenizer.unk_token_id
+        shared = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        return None if unknown in shared else unknown
+
+    def _need_template(self) -> None:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ModelError(
+                "chat messages need a chat template, and the tokenizer has none",
+                where=getattr(self._tokenizer, "name_or_path", "") or "tokenizer",
+                mend="Use an instruction-tuned model, or texts instead of messages with data.render: text.",
+            )
+
+
+def leading_tokens(tokenizer: Any) -> list[int]:
+    """What the tokenizer itself puts before a text: usually nothing or its BOS token. What it puts after is left out:
+    a prompt that ends with an end-of-text token asks the model to begin something new."""
+    probe = "1"
+    plain = tokenizer(probe, add_special_tokens=False)["input_ids"]
+    full = tokenizer(probe, add_special_tokens=True)["input_ids"]
+    for at in range(len(full) - len(plain) + 1):
+        if plain and full[at : at + len(plain)] == plain:
+            return list(full[:at])
+    # The tokenizer does not know the probe; all that is left are its special tokens.
+    return [token for token in full[:1] if token == tokenizer.bos_token_id]
+
+
+def check_messages(messages: Any, where: str) -> list[Message]:
+    """Messages without their empty fields, after checking that a model can be asked to go on from them.
+
+    Raises:
+        DataError: no messages, a message without role or content, or a last message that is the assistant's.
+    """
+    if not messages:
+        raise DataError("the prompt is an empty list of messages", where=where, mend="Give at least one message.")
+    cleaned = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise DataError(
+                f"message {number} is not an object but {type(message).__name__}", where=where, mend=_MESSAGE_MEND
+            )
+        # Parquet and datasets give every message the fields of all messages, with None where there was none.
+        kept = {name: value for name, value in message.items() if value is not None}
+        if not isinstance(kept.get("role"), str):
+            keys = listed(message)
+            mend = "Rename `from` to `role` and `value` to `content`." if "from" in message else _MESSAGE_MEND
+            raise DataError(f"message {number} has no `role`; its keys are {keys}", where=where, mend=mend)
+        content = kept.get("content")
+        if content is None and not kept.get("tool_calls"):
+            raise DataError(
+                f"message {number} (role {kept['role']}) has no `content`; its keys are {listed(kept)}",
+                where=where,
+                mend=_MESSAGE_MEND,
+            )
+        if content is not None and not isinstance(content, str | list):
+            raise DataError(
+                f"the content of message {number} is not a text but {type(content).__name__}",
+                where=where,
+                mend=_MESSAGE_MEND,
+            )
+        cleaned.append(kept)
+    if cleaned[-1]["role"] == "assistant":
+        raise DataError(
+            "the last message is the assistant's, so there is nothing to answer",
+            where=where,
+            mend="Leave it out of the prompt; put a reference answer into a column of its own.",
+        )
+    return cleaned
+
+
+def template_columns(template: str, columns: Sequence[str]) -> list[str]:
+    """The columns that a `prompt_template` uses.
+
+    Raises:
+        DataError: the template is malformed or uses a column that there is not.
+    """
+    key = "data.prompt_template"
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        raise DataError(f"the template is malformed: {error}", where=key, mend=_BRACES) from error
+    names = []
+    for field in fields:
+        name = field.split(".")[0].split("[")[0]
+        if not name or name.isdigit():
+            raise DataError(f"the template has a field without a name, {{{field}}}", where=key, mend=_BRACES)
+        if name not in columns:
+            hint = nearest(name, columns)
+            raise DataError(
+                f"the template uses a column {name!r}; the columns are {listed(columns)}",
+                where=key,
+                mend=f"{hint} {_BRACES}".strip(),
+            )
+        names.append(name)
+    if not names:
+        raise DataError("the template uses no column, so every prompt would be the same", where=key, mend=_BRACES)
+    return names
+
+
+def fill_template(template: str, row: Mapping[str, Any], where: str) -> str:
+    """The prompt that a template makes of a row; DataError names the column that the row lacks."""
+    try:
+        return template.format(**row)
+    except KeyError as error:
+        name = str(error.args[0])
+        raise DataError(
+            f"the row has no column {name!r}, which data.prompt_template uses; it has {listed(row)}",
+            where=where,
+            mend=nearest(name, row) or "Give every row that column.",
+        ) from error
+    except (ValueError, TypeError, IndexError, AttributeError) as error:
+        raise DataError(
+            f"data.prompt_template cannot be filled: {error}", where=where, mend="Check the formats in its braces."
+        ) from error
+
+
+def _no_place_for_system_prompt(why: str, where: str) -> DataError:
+    return DataError(
+        f"data.system_prompt is set, but {why}, so it would be ignored",
+        where=where,
+        mend="Set data.render: chat, or put the words into data.prompt_template.",
+    )
+
+
+_MESSAGE_MEND = 'Each message must be like {"role": "user", "content": "..."}.'
+_BRACES = "Write column names in braces, such as {question}; double braces that are text: {{ }}."
