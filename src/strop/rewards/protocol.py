@@ -1,0 +1,76 @@
+"""What a verifier is: it scores completions and says when it could not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A finished completion, as verifiers see it.
+
+    prompt: the prompt as the data had it, a text or a list of messages. completion: the text that was sampled, without
+    special tokens. row: every column of the data row. finish: "stop" or "length".
+    """
+
+    prompt: str | list[Message]
+    completion: str
+    answer: Any = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+    completion_ids: Sequence[int] = ()
+    finish: str = "stop"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier says of one completion.
+
+    score: None when there is no score: the verifier failed (status says how), or the verifier does not apply to the
+    completion (status "ok"). An error is never a score of 0.
+    """
+
+    score: float | None
+    status: Literal["ok", "verifier_error", "timeout"] = "ok"
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The total of all verifiers for one completion.
+
+    total: weighted sum; NaN unless status is "ok". components: raw score of each verifier by name; a verifier that
+    failed or does not apply is not in it. correct: whether the first verifier's score reaches `rewards.correct_at`;
+    None unless status is "ok", and None where the first verifier does not apply. failed: name of the verifier that
+    gave the status; empty when it is "ok".
+    """
+
+    total: float
+    components: dict[str, float]
+    correct: bool | None
+    status: Literal["ok", "verifier_error", "timeout"] = "ok"
+    detail: str = ""
+    failed: str = ""
+
+
+class Verifier(Protocol):
+    """Scores a batch of completions; one verdict each, in order.
+
+    `verify` is called from several threads at once. An exception in it is a verifier error of every completion of the
+    call; a `StropError` stops the run.
+    """
+
+    name: str
+
+    def verify(self, completed: Sequence[Completed]) -> list[Verdict]: ...
+
+
+class Scorer(Protocol):
+    """All verifiers of a run together, asynchronous, with time-outs and retries."""
+
+    async def score(self, completed: Sequence[Completed]) -> list[Reward]: ...
+
+    async def close(self) -> None: ...
