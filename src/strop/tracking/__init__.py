@@ -1,0 +1,12 @@
+"""Tracking: the run directory, metrics, episodes, progress displays. This room imports config only.
+
+The run directory is the only interface to viewers and tools (`docs/architecture.md`, section 5.5):
+
+    run.json              manifest: versions, hashes, seeds, git commit, status, lineage
+    run.lock              held (flock) by the process that trains
+    config.yaml           the resolved configuration
+    metrics.jsonl         one JSON object for each step or evaluation
+    episodes/             step-000012.parquet: what was sampled in a step, token by token
+    checkpoints/          step-000012/model and step-000012/state; `latest` holds the name of the newest
+    events/               TensorBoard
+"""
