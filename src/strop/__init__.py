@@ -1,0 +1,39 @@
+"""strop: post-training for language models.
+
+    import strop
+    config = strop.load_config("recipes/quickstart.yaml", ["run.steps=20"])
+    summary = strop.train(config)
+
+Attributes are imported when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strop.config import Config
+    from strop.config.loading import load_config
+    from strop.loops.online import train
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "strop.config",
+    "load_config": "strop.config.loading",
+    "train": "strop.loops.online",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'strop' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
+
+
+__all__ = ["Config", "__version__", "load_config", "train"]

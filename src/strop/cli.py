@@ -1,0 +1,318 @@
+"""The command line: parses, calls, prints. Everything heavy is imported inside the commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from strop import __version__
+from strop.errors import StropError, UserError
+
+if TYPE_CHECKING:
+    from strop.config import Config
+
+
+class _Commands(TyperGroup):
+    """The one place where errors become text and exit codes: 2 for the user's to mend, 1 for failures."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (StropError, KeyboardInterrupt) as error:
+            _traceback(ctx)
+            _say(error.block() if isinstance(error, StropError) else _stopped(ctx))
+            raise typer.Exit(error.exit_code if isinstance(error, StropError) else 130) from None
+        except Exception as error:
+            # typer's own: usage errors, exits, and a reader of our output that went away.
+            if isinstance(error, (_UsageError, typer.Exit, typer.Abort, BrokenPipeError)):
+                raise
+            _traceback(ctx)
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            hint = "" if ctx.meta.get(_DEBUG) else "\n  mend:  run the same command with --debug for the traceback"
+            _say(f"strop failed: {what}{hint}")
+            raise typer.Exit(1) from None
+
+
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+_DEBUG = "strop.debug"
+
+
+def _traceback(ctx: typer.Context) -> None:
+    if ctx.meta.get(_DEBUG):
+        import traceback
+
+        traceback.print_exc()
+
+
+def _stopped(ctx: typer.Context) -> str:
+    if ctx.invoked_subcommand == "train":
+        return "stopped; the same command goes on from the last checkpoint"
+    return "stopped"
+
+
+def _say(text: str) -> None:
+    """An error on standard error, in red on a terminal."""
+    typer.secho(text, fg="red" if sys.stderr.isatty() else None, err=True)
+
+
+def _remember_debug(ctx: typer.Context, value: bool) -> None:
+    # `meta` is shared with the contexts of the groups around a command.
+    ctx.meta[_DEBUG] = value or ctx.meta.get(_DEBUG, False)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"strop {__version__}")
+        raise typer.Exit
+
+
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", callback=_remember_debug, is_eager=True, help="Show the traceback when something fails."),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the recipe.")
+]
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="A recipe is a YAML file; `strop config explain` lists what can be in it.",
+)
+models = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Models that can be fetched by a short name.")
+runs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What ran, and how it went.")
+config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Recipes and what can be in them.")
+app.add_typer(models, name="models")
+app.add_typer(runs, name="runs")
+app.add_typer(config, name="config")
+
+
+@app.callback()
+def _strop(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """strop sharpens a language model after pre-training.
+
+    \b
+    Begin:
+      strop train recipes/quickstart.yaml              train; the same command again goes on where it stopped
+      strop train recipes/quickstart.yaml run.steps=20 run.seed=1
+      strop runs list                                  what ran
+      strop sample runs/quickstart                     talk to what came out
+    Find out:
+      strop config explain rollout                     what the keys of a section do
+      strop config show recipes/quickstart.yaml        a recipe with every default written out
+    """
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run instead of going on with the last.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train, or go on with a stopped run.
+
+    \b
+    Examples:
+      strop train recipes/quickstart.yaml
+      strop train recipes/quickstart.yaml run.steps=300 training.optimizer.learning_rate=1e-4
+      strop train recipes/quickstart.yaml rewards.verifiers.0.weight=2 'rollout.stop=["\\n"]'
+      strop train recipes/quickstart.yaml --fresh
+    """
+    settings = _load(recipe, overrides)
+    from strop.loops.online import train as train_online
+
+    train_online(settings, fresh=fresh, recipe=str(recipe))
+
+
+@app.command("eval")
+def evaluate(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run.")],
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model folder, a run or a fetched model to score instead of the recipe's model."),
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Score only the first prompts, so many.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Score a model on held-out prompts (`data.eval`).
+
+    \b
+    Examples:
+      strop eval recipes/quickstart.yaml --model runs/quickstart
+      strop eval runs/quickstart                       a run, by its own recipe
+      strop eval recipes/smollm2-cpu.yaml --prompts 50 evaluation.samples=4
+    """
+    file = recipe
+    if recipe.is_dir():
+        file = recipe / "config.yaml"
+        if not file.is_file():
+            raise UserError(
+                f"{recipe} is not the folder of a run: it has no config.yaml",
+                where=str(recipe.absolute()),
+                mend=f"to score a model folder, name a recipe too: strop eval RECIPE --model {recipe}",
+            )
+        model = model or str(recipe)
+    settings = _load(file, overrides)
+    from strop.loops.evaluate import evaluate_model
+
+    scores = evaluate_model(settings, model=model, prompts=prompts)
+    typer.echo(f"accuracy           {scores.accuracy:.1%}")
+    typer.echo(f"reward             {scores.reward:.4f}")
+    typer.echo(f"completion length  {scores.length:.1f} tokens")
+    typer.echo(f"completions        {scores.episodes}")
+    if errors := getattr(scores, "errors", 0):
+        typer.echo(f"not verified       {errors} (left out of the means)")
+
+
+@app.command()
+def sample(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a model folder, or a fetched model's name.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and end.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.7,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    debug: Debug = False,
+) -> None:
+    """Talk to a model: one prompt, or line by line.
+
+    \b
+    Examples:
+      strop sample runs/quickstart --prompt "12+34="
+      strop sample smollm2-135m
+      echo "Why is the sky blue?" | strop sample smollm2-135m --temperature 0
+    """
+    from strop.loops.sample import chat
+
+    chat(model, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, system=system)
+
+
+@models.command("fetch")
+def models_fetch(
+    name: Annotated[str, typer.Argument(help="A name that `strop models list` shows.")], debug: Debug = False
+) -> None:
+    """Download a model and print its folder.
+
+    A second call is instant. Example: strop models fetch smollm2-135m
+    """
+    from strop.models.fetch import fetch
+
+    typer.echo(str(fetch(name)))
+
+
+@models.command("list")
+def models_list(debug: Debug = False) -> None:
+    """Models with a short name; which are here."""
+    from strop.models.fetch import available
+
+    for entry in available():
+        typer.echo(f"{entry.name}\n  {entry.description}\n  {entry.size}")
+        typer.echo(f"  {entry.path}" if entry.path else f"  not here; get it with `strop models fetch {entry.name}`")
+
+
+@runs.command("list")
+def runs_list(
+    folder: Annotated[Path, typer.Argument(help="Where the runs are kept (`run.folder`).")] = Path("runs"),
+    debug: Debug = False,
+) -> None:
+    """All runs, newest first."""
+    from strop.tracking.runs import list_runs, print_runs
+
+    print_runs(list_runs(folder))
+
+
+@runs.command("show")
+def runs_show(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or its name in `runs/`.")], debug: Debug = False
+) -> None:
+    """Everything worth knowing of one run.
+
+    Example: strop runs show quickstart
+    """
+    from strop.tracking.runs import show_run
+
+    in_runs = Path("runs") / run
+    typer.echo(show_run(in_runs if not run.exists() and len(run.parts) == 1 else run))
+
+
+@config.command("show")
+def config_show(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Check a recipe and print it in full.
+
+    Every default is written out, and the output is itself a recipe.
+
+    \b
+    Example:
+      strop config show recipes/quickstart.yaml algorithm.name=rloo
+    """
+    settings = _load(recipe, overrides)
+    from strop.algorithms.named import resolved
+    from strop.config.loading import resolved_yaml
+    from strop.loops.prepare import make_algorithm
+
+    algorithm = make_algorithm(settings)
+    typer.echo(resolved_yaml(settings), nl=False)
+    listed = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in resolved(algorithm).items())
+    typer.echo(f"# the algorithm that results: {listed}")
+
+
+@config.command("explain")
+def config_explain(
+    key: Annotated[str, typer.Argument(help="A key such as training.optimizer; the whole recipe without one.")] = "",
+    debug: Debug = False,
+) -> None:
+    """What a key or a section does.
+
+    Prints its type, default and meaning; for a section, its keys.
+
+    \b
+    Examples:
+      strop config explain
+      strop config explain training.optimizer
+      strop config explain rewards.verifiers
+    """
+    from strop.config.explain import explain
+
+    typer.echo(explain(key))
+
+
+@config.command("schema")
+def config_schema(debug: Debug = False) -> None:
+    """The JSON schema of recipes, for editors.
+
+    Example: strop config schema > recipe.schema.json
+    """
+    import json
+
+    from strop.config.explain import schema
+
+    typer.echo(json.dumps(schema(), indent=2, ensure_ascii=False))
+
+
+def _load(recipe: Path, overrides: list[str] | None) -> Config:
+    from strop.config.loading import load_config
+
+    return load_config(recipe, overrides or [])
+
+
+def main() -> None:
+    """The `strop` command."""
+    app(prog_name="strop")

@@ -1,0 +1,60 @@
+"""Configuration: strict pydantic models, one file for each concern, and the loader that fills them.
+
+Source of the words: `docs/architecture.md`, section 6. This room imports neither torch nor any other room.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from strop.config.algorithm import AlgorithmSettings
+from strop.config.base import StrictModel
+from strop.config.data import DataSettings
+from strop.config.model import ModelSettings
+from strop.config.rewards import RewardSettings
+from strop.config.rollout import RolloutSettings
+from strop.config.run import CheckpointSettings, EvaluationSettings, HardwareSettings, RunSettings, TrackingSettings
+from strop.config.training import TrainingSettings, WarmupSettings
+
+
+class Config(StrictModel):
+    """A whole recipe. `strop config explain KEY` prints what a key does."""
+
+    model: ModelSettings
+    """Which language model is trained."""
+    data: DataSettings
+    """Where prompts come from."""
+    rewards: RewardSettings
+    """What a completion is worth."""
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    """The objective."""
+    rollout: RolloutSettings = RolloutSettings()
+    """How completions are sampled."""
+    training: TrainingSettings = TrainingSettings()
+    """How the weights are updated."""
+    warmup: WarmupSettings | None = None
+    """Supervised steps before reinforcement learning; none when not set."""
+    evaluation: EvaluationSettings = EvaluationSettings()
+    """When and how held-out prompts are scored."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """When the state is saved."""
+    tracking: TrackingSettings = TrackingSettings()
+    """Where numbers go."""
+    run: RunSettings = RunSettings()
+    """How long, from which seed, under which name."""
+    hardware: HardwareSettings = HardwareSettings()
+    """What it runs on."""
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> Self:
+        groups, parts = self.rollout.groups_per_step, self.training.mini_batches
+        if groups % parts:
+            raise ValueError(
+                f"rollout.groups_per_step ({groups}) cannot be divided into training.mini_batches ({parts}) equal parts"
+            )
+        return self
+
+
+__all__ = ["Config"]

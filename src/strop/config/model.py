@@ -1,0 +1,75 @@
+"""`model:` which language model is trained, and how it is held in memory."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from strop.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, StrictModel
+
+
+class NewModel(StrictModel):
+    """A small Llama-shaped model with random weights and a character tokenizer, made on the spot."""
+
+    characters: str = "0123456789+-*/=() ?abcdefghijklmnopqrstuvwxyz"
+    """The alphabet of the tokenizer; one token for each character, beside the padding and end-of-text tokens."""
+    hidden_size: PositiveInt = 128
+    """Width of the residual stream."""
+    layers: PositiveInt = 4
+    """Number of transformer blocks."""
+    heads: PositiveInt = 4
+    """Number of attention heads; must divide `hidden_size`."""
+    key_value_heads: PositiveInt | None = None
+    """Number of key/value heads (grouped-query attention); as many as `heads` when not set."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the feed-forward layers; four times `hidden_size` when not set."""
+    context: PositiveInt = 256
+    """Longest sequence in tokens."""
+
+    @model_validator(mode="after")
+    def _shapes_divide(self) -> Self:
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of 2 x heads ({2 * self.heads})")
+        if self.heads % (self.key_value_heads or self.heads):
+            raise ValueError(f"heads {self.heads} is not a multiple of key_value_heads {self.key_value_heads}")
+        if len(set(self.characters)) != len(self.characters):
+            raise ValueError("characters holds the same character twice")
+        return self
+
+
+class LoraConfig(StrictModel):
+    """Low-rank adapters (LoRA, arXiv 2106.09685) through peft; the base weights stay frozen."""
+
+    rank: PositiveInt = 16
+    """Rank r of each adapter."""
+    alpha: PositiveFloat = 32.0
+    """Numerator of the adapter's scale, alpha / r."""
+    dropout: NonNegativeFloat = 0.0
+    """Dropout before the adapter; 0 keeps the first mini-batch exactly on-policy."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the modules that get an adapter, or `all-linear` for every linear layer but the output head."""
+
+
+class ModelSettings(StrictModel):
+    """`model:` which language model is trained, and how it is held in memory."""
+
+    path: str | None = None
+    """A Hugging Face folder, a name on the Hub, or a name that `strop models list` shows. Not with `create`."""
+    create: NewModel | None = None
+    """Make a small model with random weights instead of loading one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the weights in forward and backward; `auto` is bfloat16 on a GPU and float32 on a CPU.
+    Under bfloat16 the optimizer keeps float32 masters."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights; the reference policy is then the model with adapters off."""
+    activation_checkpointing: bool = False
+    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model's folder."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.create is None):
+            raise ValueError("set exactly one of `path` (a model to load) and `create` (a model to make)")
+        return self

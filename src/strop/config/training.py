@@ -1,0 +1,56 @@
+"""`training:` and `warmup:` how the weights are updated."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from strop.config.base import Auto, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, StrictModel
+
+
+class OptimizerSettings(StrictModel):
+    """AdamW (arXiv 1711.05101)."""
+
+    learning_rate: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    beta1: Share = 0.9
+    """Decay of the first moment."""
+    beta2: Share = 0.999
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay; norms and biases are never decayed."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this global norm; `null` leaves them as they are."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or down to `final_share` along a line or a cosine."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer updates over which the learning rate rises linearly from 0."""
+    final_share: Share = 0.0
+    """Learning rate at the last update, as a share of the peak (not for `constant`)."""
+
+
+class TrainingSettings(StrictModel):
+    """`training:` how a step's episodes become updates of the weights."""
+
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """The optimizer and its schedule."""
+    mini_batches: PositiveInt = 1
+    """Optimizer updates that one step's groups are divided into (whole groups in each)."""
+    epochs: PositiveInt = 1
+    """Passes over the step's episodes."""
+    tokens_per_micro_batch: PositiveInt | Auto = "auto"
+    """Tokens in one forward and backward pass; `auto` is chosen from the memory. Results do not depend on it."""
+    logprob_chunk: PositiveInt = 512
+    """Tokens whose logits exist at the same time."""
+
+
+class WarmupSettings(StrictModel):
+    """`warmup:` supervised steps on `prompt` + `answer` of the training data before reinforcement learning."""
+
+    steps: PositiveInt = 100
+    """Optimizer updates."""
+    batch_size: PositiveInt = 64
+    """Examples in one update."""
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-3, schedule="cosine", warmup_steps=10)
+    """The optimizer and its schedule; its state is not carried over to reinforcement learning."""
