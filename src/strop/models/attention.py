@@ -1,0 +1,332 @@
+"""Attention over packed token streams and over caches, plugged into unmodified Hugging Face models.
+
+`running(model, plan)` routes a model's attention through `plan.attend` for the length of a forward (and backward) pass;
+outside it the model is plain Hugging Face. Models reach this through transformers' attention interface, so any
+architecture that supports it works, with grouped heads, sliding windows, logit soft-capping and attention sinks.
+
+Why not a block-diagonal mask over the whole row: it costs T x T. Here segments of similar length are padded to one
+batch, so the work is close to the sum of their own squares (benchmarks/packing.py compares).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from strop.errors import ModelError
+from strop.models.layout import Layout
+
+NAME = "strop"
+# From here on a stream without a prefix runs alone, where the causal kernel skips half of the work.
+ALONE = 512
+# Work (score entries) below which another kernel call costs more than padding does.
+CALL_COST = 60_000
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a layer asks of its attention scores beyond scaling."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+class Plan(Protocol):
+    """What `running` routes a model's attention to. Tensors are [1, heads, T, head size]."""
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """[1, T, heads, head size]."""
+        ...
+
+
+_PLANS: dict[int, Plan] = {}
+_CONFIGS: WeakKeyDictionary[nn.Module, dict[int, Any]] = WeakKeyDictionary()
+
+
+def _attention_interface(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    config: Any = module.config
+    scores = Scores(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    if dropout:
+        raise ModelError("attention dropout is not supported", mend="set attention_dropout to 0 in the model's config")
+    if kwargs.get("position_bias") is not None:
+        raise ModelError(f"{type(module).__name__} biases attention by position, which packing does not support")
+    return _PLANS[id(config)].attend(module, query, key, value, scores), None
+
+
+def _configs(model: nn.Module) -> dict[int, Any]:
+    """Every config that the model's layers read; looked up once a model, since a decoding step has no time for it."""
+    if model not in _CONFIGS:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(NAME, _attention_interface)
+        found = (getattr(module, "config", None) for module in model.modules())
+        _CONFIGS[model] = {id(c): c for c in found if c is not None and hasattr(c, "_attn_implementation")}
+    return _CONFIGS[model]
+
+
+@contextmanager
+def running(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """Route the model's attention through a plan; keep it open over the backward pass when blocks are recomputed."""
+    configs = _configs(model)
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for key, config in configs.items():
+            # The property setter would also reach sub-configs and validate the name on each call.
+            config._attn_implementation_internal = NAME
+            _PLANS[key] = plan
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+            _PLANS.pop(key, None)
+
+
+def check_supported(model: nn.Module) -> None:
+    """Raise ModelError for architectures that mix tokens elsewhere than in the attention interface."""
+    name = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{name} does not use transformers' attention interface, so its token streams cannot be packed",
+            mend="use a model whose attention can be exchanged, such as Llama, Qwen, Mistral, Gemma, OLMo or GPT-2",
+        )
+    if getattr(model, "_is_stateful", False):
+        raise ModelError(f"{name} carries a recurrent state from token to token, which packing would mix up")
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x by index. The backward pass gathers too, so it is fast on a CPU and adds in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Any) -> Tensor:
+        ctx.inverse, ctx.rows = inverse, x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        out = grad.new_zeros((ctx.rows, *grad.shape[1:]))
+        for rows, places in ctx.inverse:
+            if places.shape[1] == 1:
+                out[rows] = grad.index_select(0, places[:, 0])
+            else:
+                picked = grad.index_select(0, places.reshape(-1))
+                out[rows] = picked.view(*places.shape, *grad.shape[1:]).sum(1)
+        return out, None, None
+
+
+def _inverse(index: np.ndarray, used: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For a gather by `index` of which only the places `used` matter: rows by how often they were gathered, and where."""
+    places = np.flatnonzero(used)
+    rows = index[places]
+    order = np.argsort(rows, kind="stable")
+    places, rows = places[order], rows[order]
+    unique, first, counts = np.unique(rows, return_index=True, return_counts=True)
+    found = []
+    for count in np.unique(counts):
+        chosen = counts == count
+        found.append((unique[chosen], places[first[chosen][:, None] + np.arange(count)]))
+    return found
+
+
+@dataclass
+class _Bucket:
+    """Segments padded to one batch of b: queries [b, q], keys [b, k] (packed positions), mask [b, 1, q, k]."""
+
+    queries: Tensor
+    query_inverse: list[tuple[Tensor, Tensor]]
+    keys: Tensor
+    key_inverse: list[tuple[Tensor, Tensor]]
+    mask: Tensor
+    distance: Tensor
+    shape: tuple[int, int, int]
+    out_rows: Tensor
+    out_places: Tensor
+
+
+class PackedAttention:
+    """Attention within a layout: each token sees its segment's prefix and the earlier tokens of its segment."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.device = device
+        self.tokens = len(layout.input_ids)
+        self.alone: list[tuple[int, int]] = []
+        together: list[int] = []
+        for index, segment in enumerate(layout.segments):
+            if not segment.prefix and segment.length > ALONE:
+                self.alone.append((segment.start, segment.length))
+            else:
+                together.append(index)
+        self.buckets = [self._bucket(layout, chosen) for chosen in _buckets(layout, together)]
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """[1, T, heads, head size] from query [1, heads, T, d], key and value [1, kv heads, T, d]."""
+        if len(self.alone) == 1 and not self.buckets:
+            return self._causal(query, key, value, scores).transpose(1, 2)
+        rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+        out = query.new_zeros((self.tokens, *rows[0].shape[1:-1], value.shape[-1]))
+        pieces: list[tuple[Tensor, Tensor]] = []
+        if self.buckets:
+            # One contiguous copy, so that gathering rows is a copy of whole lines.
+            q, k, v = (x.reshape(self.tokens, -1) for x in rows)
+            heads = (query.shape[1], key.shape[1])
+            pieces = [(b.out_rows, self._padded(b, q, k, v, heads, scores)) for b in self.buckets]
+        if not self.alone:
+            return _place(pieces, self.tokens).view(1, self.tokens, query.shape[1], -1)
+        parts = [out.reshape(self.tokens, -1)] if not pieces else [_place(pieces, self.tokens)]
+        for start, length in self.alone:
+            span = slice(start, start + length)
+            mine = self._causal(query[:, :, span], key[:, :, span], value[:, :, span], scores)
+            flat = mine[0].transpose(0, 1).reshape(length, -1)
+            parts[0] = torch.cat([parts[0][:start], flat, parts[0][start + length :]])
+        return parts[0].view(1, self.tokens, query.shape[1], -1)
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """One stream alone, [1, heads, L, d]."""
+        length = query.shape[2]
+        windowed = scores.window is not None and scores.window < length
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if scores.plain and not windowed:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scaling)
+        at = torch.arange(length, device=query.device)
+        distance = at[:, None] - at[None, :]
+        mask = distance >= 0
+        if windowed:
+            mask = mask & (distance < scores.window)
+        return scored_attention(query, key, value, mask[None, None], scores)
+
+    def _padded(self, b: _Bucket, q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, int], scores: Scores) -> Tensor:
+        size, queries, keys = b.shape
+        groups = heads[0] // heads[1]
+        query = _Gather.apply(q, b.queries, b.query_inverse).view(size, queries, heads[1], groups, -1)
+        key = _Gather.apply(k, b.keys, b.key_inverse).view(size, keys, heads[1], -1).transpose(1, 2)
+        value = _Gather.apply(v, b.keys, b.key_inverse).view(size, keys, heads[1], -1).transpose(1, 2)
+        mask = b.mask
+        if scores.window is not None and scores.window < keys:
+            mask = mask & (b.distance < scores.window)
+        # Query heads that share a key head become further queries of it: no key is repeated.
+        query = query.permute(0, 2, 3, 1, 4).reshape(size, heads[1], groups * queries, -1)
+        if groups > 1:
+            mask = mask.repeat(1, 1, groups, 1)
+        out = scored_attention(query, key, value, mask, scores, groups)
+        out = out.view(size, heads[1], groups, queries, -1).permute(0, 3, 1, 2, 4).reshape(size * queries, -1)
+        return _Gather.apply(out, b.out_places, [(b.out_places, self._count(len(b.out_places)))])
+
+    def _count(self, n: int) -> Tensor:
+        return torch.arange(n, device=self.device)[:, None]
+
+    def _bucket(self, layout: Layout, chosen: list[int]) -> _Bucket:
+        segments = [layout.segments[at] for at in chosen]
+        keys = [layout.keys_of(at) for at in chosen]
+        n, q, k = len(chosen), max(s.length for s in segments), max(len(x) for x in keys)
+        query_at, key_at = np.zeros((n, q), np.int64), np.zeros((n, k), np.int64)
+        query_used, key_used = np.zeros((n, q), bool), np.zeros((n, k), bool)
+        # Padding queries look at key 0 alone, so that no row of the softmax is empty.
+        distance = np.full((n, q, k), -1, np.int32)
+        distance[:, :, 0] = 0
+        for row, (segment, places) in enumerate(zip(segments, keys, strict=True)):
+            span, seen = segment.length, len(places)
+            query_at[row, :span] = np.arange(segment.start, segment.start + span)
+            key_at[row, :seen] = places
+            query_used[row, :span] = True
+            key_used[row, :seen] = True
+            first = seen - span
+            distance[row, :span, :seen] = np.arange(first, seen)[:, None] - np.arange(seen)[None, :]
+
+        def on_device(found: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[Tensor, Tensor]]:
+            return [(self._tensor(rows), self._tensor(places)) for rows, places in found]
+
+        where = self._tensor(distance)[:, None]
+        return _Bucket(
+            queries=self._tensor(query_at.reshape(-1)),
+            query_inverse=on_device(_inverse(query_at.reshape(-1), query_used.reshape(-1))),
+            keys=self._tensor(key_at.reshape(-1)),
+            key_inverse=on_device(_inverse(key_at.reshape(-1), key_used.reshape(-1))),
+            mask=where >= 0,
+            distance=where,
+            shape=(n, q, k),
+            out_rows=self._tensor(query_at[query_used]),
+            out_places=self._tensor(np.flatnonzero(query_used)),
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _place(pieces: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
+    """[tokens, R] with the rows of all pieces at their places; places that no piece fills are 0."""
+    rows = torch.cat([at for at, _ in pieces])
+    values = torch.cat([piece for _, piece in pieces])
+    order = torch.argsort(rows)
+    if len(rows) == tokens:
+        return _Gather.apply(values, order, [(order, torch.arange(tokens, device=rows.device)[:, None])])
+    out = values.new_zeros((tokens, values.shape[1]))
+    return out.index_copy(0, rows, values)
+
+
+def scored_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores, groups: int = 1
+) -> Tensor:
+    """Masked attention; `groups` query heads are stacked along the query axis of each key head."""
+    if scores.plain:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
+    logits = (query @ key.transpose(-1, -2)).float() * scores.scaling
+    if scores.softcap is not None:
+        logits = torch.tanh(logits / scores.softcap) * scores.softcap
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if scores.sinks is None:
+        return torch.softmax(logits, -1).to(value.dtype) @ value
+    # One more logit a head that takes probability and gives no value (arXiv 2309.17453).
+    sinks = scores.sinks.float().view(1, key.shape[1], -1, 1).repeat_interleave(query.shape[2] // groups, 2)
+    sinks = sinks.reshape(1, key.shape[1], -1, 1).expand(query.shape[0], -1, query.shape[2], 1)
+    weights = torch.softmax(torch.cat([logits, sinks], -1), -1)[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
+def _buckets(layout: Layout, chosen: list[int]) -> list[list[int]]:
+    """Divide segments into batches whose padding costs less than another kernel call would."""
+    size = {at: (layout.segments[at].length, len(layout.keys_of(at))) for at in chosen}
+    order = sorted(chosen, key=lambda at: (size[at][1], size[at][0], at))
+    found: list[list[int]] = []
+    true_cost = 0
+    most_queries = 0
+    for at in order:
+        queries, keys = size[at]
+        if found:
+            grown = (len(found[-1]) + 1) * max(most_queries, queries) * keys
+            if grown <= 1.25 * (true_cost + queries * keys) + CALL_COST:
+                found[-1].append(at)
+                true_cost += queries * keys
+                most_queries = max(most_queries, queries)
+                continue
+        found.append([at])
+        true_cost, most_queries = queries * keys, queries
+    return found

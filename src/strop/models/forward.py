@@ -1,0 +1,137 @@
+"""One forward pass over packed streams: from token ids to log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from strop.errors import ModelError
+from strop.models.attention import PackedAttention, check_supported, running
+from strop.models.layout import PackedStreams, pack
+from strop.models.logprobs import Entropy, linear_logprobs, output_head
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The causal model less its output head: token ids to final hidden states."""
+    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return causal.get_decoder() if hasattr(causal, "get_decoder") else causal.base_model  # type: ignore[no-any-return]
+
+
+@dataclass
+class PackedInputs:
+    """A packed row on its device, with the tokens to score.
+
+    input_ids, position_ids: [1, T] int64. predictors: [N], packed places whose hidden state predicts the target.
+    targets: [N] token ids. attention: the plan for `running`.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    predictors: Tensor
+    targets: Tensor
+    attention: PackedAttention
+
+    @property
+    def tokens(self) -> int:
+        return self.input_ids.shape[1]
+
+
+def packed_inputs(packed: PackedStreams, wanted: Sequence[np.ndarray], device: torch.device) -> PackedInputs:
+    """What a model needs to score tokens of packed streams.
+
+    Args:
+        packed: the streams.
+        wanted: for each stream a bool [L_i], True for each token to score; the first token of a stream cannot be.
+    """
+    predictors, targets = [], []
+    for places, mask in zip(packed.places, wanted, strict=True):
+        at = np.flatnonzero(mask)
+        if len(at) and at[0] == 0:
+            raise ValueError("the first token of a stream has nothing before it, so it cannot be scored or trained")
+        predictors.append(places[at - 1])
+        targets.append(packed.layout.input_ids[places[at]])
+
+    def tensor(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+
+    return PackedInputs(
+        input_ids=tensor(packed.layout.input_ids)[None],
+        position_ids=tensor(packed.layout.position_ids)[None],
+        predictors=tensor(np.concatenate(predictors)),
+        targets=tensor(np.concatenate(targets)),
+        attention=PackedAttention(packed.layout, device),
+    )
+
+
+def packed_logprobs(
+    model: nn.Module,
+    inputs: PackedInputs,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 512,
+    entropy: Entropy = "none",
+) -> tuple[Tensor, Tensor]:
+    """(log-probabilities, entropy) of the wanted tokens, [N] float32 each; call it inside `running(model, ...)`."""
+    hidden = backbone(model)(
+        input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
+    ).last_hidden_state[0]
+    weight, bias, softcap = output_head(model)
+    return linear_logprobs(
+        hidden.index_select(0, inputs.predictors),
+        weight,
+        inputs.targets,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        chunk=chunk,
+        entropy=entropy,
+    )
+
+
+def score_streams(
+    model: nn.Module, streams: Sequence[np.ndarray], *, temperature: float = 1.0, chunk: int = 512
+) -> list[np.ndarray]:
+    """Log-probability of each token given those before it, float32 [L_i]; the first one is NaN. No gradient."""
+    device = next(model.parameters()).device
+    wanted = [np.arange(len(stream)) > 0 for stream in streams]
+    with torch.no_grad():
+        inputs = packed_inputs(pack(streams), wanted, device)
+        with running(model, inputs.attention):
+            flat, _ = packed_logprobs(model, inputs, temperature=temperature, chunk=chunk)
+    pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
+    return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
+
+
+def check_forward(model: nn.Module, *, vocabulary: int) -> None:
+    """Prove on two short streams that the packed forward pass gives the model's own log-probabilities.
+
+    Architectures scale, cap or mix in ways that cannot all be listed; a difference here is caught before any work.
+
+    Raises:
+        ModelError: the model cannot be packed, or its log-probabilities differ.
+    """
+    check_supported(getattr(model, "get_base_model", lambda: model)())
+    device = next(model.parameters()).device
+    streams = [np.arange(length, dtype=np.int64) * 7919 % vocabulary for length in (5, 9)]
+    # One shared beginning, as the completions of a group have.
+    streams[0][:3] = streams[1][:3]
+    ours = score_streams(model, streams)
+    worst = 0.0
+    with torch.no_grad():
+        for stream, mine in zip(streams, ours, strict=True):
+            ids = torch.from_numpy(stream).to(device)[None]
+            logits = model(input_ids=ids, use_cache=False).logits[0].float()
+            theirs = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+            worst = max(worst, float(np.abs(theirs.cpu().numpy() - mine[1:]).max()))
+    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.25
+    if not worst <= tolerance:
+        raise ModelError(
+            f"{type(model).__name__} computes its output in a way strop does not reproduce: log-probabilities of a "
+            f"packed row differ from the model's own by {worst:.2g}",
+            mend="please report the architecture; a model of another family works",
+        )

@@ -1,0 +1,180 @@
+"""Log-probabilities from hidden states, in chunks that are recomputed in the backward pass.
+
+For N tokens, hidden size H and vocabulary V the memory is O(chunk x V + N x H) instead of O(N x V): the logits of one
+chunk exist at a time, forward and backward (promise P8, docs/performance.md has the formula).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Entropy = Literal["none", "value", "graph"]
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How logits become distributions, and how many rows of them exist at a time."""
+
+    temperature: float
+    softcap: float | None
+    chunk: int
+    entropy: Entropy
+
+    def spans(self, count: int) -> Iterator[slice]:
+        for start in range(0, count, self.chunk):
+            yield slice(start, min(start + self.chunk, count))
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """logprobs[i] = log_softmax(hidden[i] @ weight.T / temperature)[targets[i]], and the entropy of each distribution.
+
+    The gradient of a chunk's logits is written over its probabilities, so one chunk of logits is all that ever exists.
+    With a frozen head the unit gradient of each row is taken in the forward pass, while its probabilities are there:
+    the backward pass then only scales it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: _Head,
+    ) -> tuple[Tensor, Tensor]:
+        count = hidden.shape[0]
+        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        entropy = torch.zeros(count, dtype=torch.float32, device=hidden.device)
+        normalizer = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        frozen = want_hidden and not (want_weight or want_bias) and head.entropy != "graph" and head.softcap is None
+        unit = torch.empty_like(hidden) if frozen else None
+        for span in head.spans(count):
+            logits = _logits(hidden[span], weight, bias, head.softcap).div_(head.temperature)
+            lse = torch.logsumexp(logits, -1)
+            normalizer[span] = lse
+            logprobs[span] = logits.gather(1, targets[span, None]).squeeze(1) - lse
+            if head.entropy == "none" and unit is None:
+                continue
+            # Shifted first: products of unshifted logits would lose digits of a small entropy.
+            log_p = logits.sub_(lse[:, None])
+            probabilities = torch.exp(log_p)
+            if head.entropy != "none":
+                entropy[span] = -log_p.mul_(probabilities).sum(-1)
+            if unit is not None:
+                grad = probabilities.neg_()
+                grad.scatter_add_(1, targets[span, None], torch.ones_like(lse[:, None]))
+                torch.mm(grad.div_(head.temperature).to(hidden.dtype), weight, out=unit[span])
+        if unit is not None:
+            ctx.save_for_backward(unit)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
+        ctx.head, ctx.frozen = head, frozen
+        if head.entropy != "graph":
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.frozen:
+            (unit,) = ctx.saved_tensors
+            return (unit * grad_logprobs[:, None].to(unit.dtype), None, None, None, None)
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        head: _Head = ctx.head
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros_like(hidden) if want_hidden else None
+        # float32 even under bfloat16 compute: many chunks add up here.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
+        for span in head.spans(hidden.shape[0]):
+            x = hidden[span]
+            logits = _logits(x, weight, bias, head.softcap)
+            bend = 1 - (logits / head.softcap) ** 2 if head.softcap is not None else None
+            g = grad_logprobs[span, None]
+            log_p = logits.div_(head.temperature).sub_(normalizer[span, None])
+            if head.entropy == "graph":
+                # d entropy / d logit_j = -p_j (log p_j + entropy)
+                grad = torch.exp(log_p).mul_(-g - grad_entropy[span, None] * (log_p + entropy[span, None]))
+            else:
+                grad = log_p.exp_().mul_(-g)
+            grad.scatter_add_(1, targets[span, None], g)
+            grad.div_(head.temperature)
+            if bend is not None:
+                grad.mul_(bend)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[span])
+            if grad_weight is not None:
+                if grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.t(), x)
+                else:
+                    grad_weight += grad.t() @ x
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    logits = nn.functional.linear(hidden, weight, bias).float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int = 512,
+    entropy: Entropy = "none",
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target, and the entropy of each distribution.
+
+    Args:
+        hidden: [N, H] hidden states, of which row i predicts target i.
+        weight: [V, H] output head. bias: [V].
+        targets: [N] int64.
+        temperature: logits are divided by it; above 0.
+        softcap: bound of the logits, softcap * tanh(logits / softcap), before the temperature (Gemma 2).
+        chunk: rows whose logits exist at a time.
+        entropy: also give the entropy of each distribution, in nats, without or with a graph; zeros otherwise.
+
+    Returns:
+        (logprobs [N] float32, differentiable; entropy [N] float32, differentiable if it is asked for as "graph").
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
+    # Equal chunks: a last chunk of a few rows would pay for a whole pass over the head.
+    pieces = max(1, -(-hidden.shape[0] // chunk))
+    size = max(1, -(-hidden.shape[0] // pieces))
+    return _LinearLogprobs.apply(hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy))
+
+
+def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None, float | None]:
+    """(weight [V, H], bias [V] or None, logit soft-cap or None) of a causal model's output head, adapters included."""
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    base: Any = getattr(head, "base_layer", head)
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    weight: Tensor = base.weight
+    if base is not head and not head.disable_adapters and not head.merged:
+        # One sum of V x H, so that an adapter on the head is trained and sampled like any other.
+        for adapter in head.active_adapters:
+            if adapter in head.lora_A:
+                weight = weight + head.get_delta_weight(adapter).to(weight.dtype)
+    return weight, getattr(base, "bias", None), getattr(text, "final_logit_softcapping", None)

@@ -1,0 +1,161 @@
+"""Writing a model as a Hugging Face folder that `from_pretrained` loads as is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from strop.errors import RunFailure
+from strop.models.global_state import quiet
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write weights, configuration, generation settings and tokenizer; every file is on the disk when this returns.
+
+    Args:
+        model: a Hugging Face causal model, or one wrapped by `add_lora`: its adapters are then merged into copies of
+            the weights, in float32, and kept beside them in `adapter/` (peft's format). The model is not changed.
+        folder: made when it does not exist. Write to a temporary name and rename for an atomic save.
+
+    Raises:
+        RunFailure: the files could not be written, for instance because the disk is full.
+    """
+    from safetensors import SafetensorError
+
+    target = Path(folder)
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    try:
+        write_folder(type(base), base.config, merged_weights(model), base.generation_config, tokenizer, target)
+        if base is not model:
+            # "auto" would ask the Hub whether the vocabulary was resized.
+            with quiet():
+                model.save_pretrained(target / "adapter", save_embedding_layers=False)
+        sync_folder(target)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise RunFailure(
+            f"the model could not be written: {reason}", where=str(target), mend="free some space on the disk"
+        ) from error
+
+
+def merged_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Weights by their Hugging Face names, with adapters merged in; tensors without an adapter are not copied.
+
+    W + (alpha / r) B A is computed in float32 and cast to the type of W once, at the end: summing in bfloat16 would
+    lose most of a small update.
+    """
+    if not hasattr(model, "peft_config"):
+        return dict(model.state_dict())
+    base = model.get_base_model()
+    adapters: dict[str, list[Any]] = {}
+    for name, module in base.named_modules():
+        if hasattr(module, "lora_A"):
+            # Wrappers of a parameter, as peft puts on the stacked experts of a mixture, name it and may be nested.
+            plain = f"{_unwrapped(name)}.{getattr(module, 'parameter_name', 'weight')}"
+            adapters.setdefault(plain, []).append(module)
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in base.state_dict().items():
+        if any(part.startswith("lora_") for part in name.split(".")):
+            continue
+        plain = _unwrapped(name)
+        weights[plain] = _merge(adapters[plain], tensor) if plain in adapters else tensor
+    return weights
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def _merge(layers: list[Any], weight: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    with torch.no_grad():
+        merged = weight.to("cpu", torch.float32, copy=True)
+        for layer in layers:
+            for adapter in layer.active_adapters:
+                if adapter in layer.lora_A:
+                    merged += _delta(layer, adapter)
+        return merged.to(weight.dtype)
+
+
+def _delta(layer: Any, adapter: str) -> torch.Tensor:
+    """What one adapter adds to its weight, float32 on the CPU, in the shape of the weight.
+
+    peft's `get_delta_weight` is the same but for its number format: for experts it rounds to that of the weight.
+    """
+    import torch
+
+    a, b = (part[adapter].weight.to("cpu", torch.float32) for part in (layer.lora_A, layer.lora_B))
+    experts = getattr(layer, "num_experts", 1)
+    if experts == 1:
+        delta = b @ a
+        return (delta.T if layer.fan_in_fan_out else delta) * layer.scaling[adapter]
+    a = a.reshape(experts, -1, a.shape[-1])
+    b = b.reshape(b.shape[0], -1, experts)
+    shape = "eoi" if layer._did_swap_in_out_features else "eio"
+    return torch.einsum(f"ore,eri->{shape}", b, a) * layer.scaling[adapter]
+
+
+def write_folder(
+    architecture: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    weights: dict[str, torch.Tensor],
+    generation_config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> None:
+    """Write a model given as weights by name; `config` is not changed.
+
+    An empty model of the same architecture does the writing: it knows which weights are tied and how their names and
+    shapes look on the disk, and nothing of how the live model is run (attention, adapters, hooks) gets into the files.
+    """
+    import torch
+
+    config = copy.deepcopy(config)
+    config._attn_implementation_internal = "eager"
+    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        empty = architecture(config)
+    empty.to(dtype=dtype)
+    with quiet():
+        empty.save_pretrained(folder, state_dict=dict(weights))
+    # safetensors leaves its files to their owner alone, whatever the umask says.
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / "config.json").stat().st_mode)
+    if generation_config is not None:
+        # Its own save_pretrained refuses settings that published models have (a temperature without do_sample).
+        generation_config.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
+    save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer and its chat template, loadable by transformers 4 and 5 and by servers built on either."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    # Where the tokenizer was loaded from is nobody's business.
+    for key in ("is_local", "local_files_only", "name_or_path"):
+        settings.pop(key, None)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        # The older name of the same class, known to both versions.
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush every file below a folder, and the folders themselves, to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir() and os.name == "nt":
+            continue  # Windows cannot open a folder
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
