@@ -1,0 +1,1 @@
+"""What `auto` means: sizes chosen from the hardware and the model."""

@@ -1,0 +1,126 @@
+"""Filling `hardware:` and every other `auto`.
+
+Choices depend on what the machine has, never on what is free at the moment: the same machine chooses the same sizes
+again, which resuming bit for bit needs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from strop.config import Config
+from strop.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where a run computes. reasons: one line for each thing that was chosen, for people to read."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    memory: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """tokens_per_micro_batch and max_sequences, with the reasons."""
+
+    tokens_per_micro_batch: int
+    max_sequences: int
+    reasons: tuple[str, ...]
+
+
+def choose_hardware(config: Config) -> Hardware:
+    """Device, number format and threads.
+
+    Raises:
+        UserError: the recipe names a device that this machine lacks.
+    """
+    import psutil
+    import torch
+
+    asked = config.hardware.device
+    has = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = asked if asked != "auto" else next(kind for kind in ("cuda", "mps", "cpu") if has[kind])
+    if not has[name]:
+        raise UserError(
+            f"there is no {name} device on this machine",
+            where="hardware.device",
+            mend="use `auto` or `cpu`, or install a torch build for the device",
+        )
+    device = torch.device(name)
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    asked_dtype = config.model.dtype
+    dtype = dtypes["bfloat16" if name == "cuda" else "float32"] if asked_dtype == "auto" else dtypes[asked_dtype]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = cores if config.hardware.threads == "auto" else config.hardware.threads
+    memory = torch.cuda.get_device_properties(0).total_memory if name == "cuda" else _machine_memory(psutil)
+    what = torch.cuda.get_device_name(0) if name == "cuda" else f"{threads} CPU threads"
+    reason = f"{name} ({what}, {memory / GIB:.0f} GiB), {str(dtype).removeprefix('torch.')}"
+    return Hardware(device, dtype, threads, memory, (reason,))
+
+
+def _machine_memory(psutil: Any) -> int:
+    """Bytes this process may use: the machine's, or its container's limit if that is lower."""
+    total = int(psutil.virtual_memory().total)
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path, encoding="ascii") as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):
+            continue
+    return total
+
+
+def activation_bytes(model_config: Any, *, item: int, recompute: bool) -> int:
+    """Bytes of activations that one token keeps for the backward pass, all blocks together.
+
+    Counted for a Llama block: two norms, three projections with rotated copies, attention, gate, up, their product and
+    the residuals; with recomputation only the input of each block.
+    """
+    layers, hidden = model_config.num_hidden_layers, model_config.hidden_size
+    if recompute:
+        return int(layers * hidden * item)
+    inner = getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None) or 4 * hidden
+    return int(layers * item * (16 * hidden + 5 * inner))
+
+
+def choose_sizes(config: Config, hardware: Hardware, model: Any, context: int) -> Sizes:
+    """Sizes of passes and batches.
+
+    Args:
+        model: the loaded model (its config and its number of parameters are read). context: longest sequence.
+    """
+    text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    item = hardware.dtype.itemsize
+    reasons = []
+    budget = config.training.tokens_per_micro_batch
+    if budget == "auto":
+        each = activation_bytes(text, item=item, recompute=config.model.activation_checkpointing)
+        fits = int(hardware.memory * 0.25 / each)
+        most = 16384 if hardware.device.type == "cuda" else 4096
+        budget = max(min(fits, most) // 256 * 256, 256)
+        budget = max(budget, min(context, _longest(config, context)))
+        reasons.append(f"{budget} tokens in a micro-batch ({each / 1024:.0f} KiB of activations a token)")
+    rows = config.rollout.engine.max_sequences
+    if rows == "auto":
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        cached = 2 * text.num_hidden_layers * heads * size * item * _longest(config, context)
+        rows = max(1, min(256, int(hardware.memory * 0.25 / cached)))
+        reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
+    return Sizes(budget, rows, tuple(reasons))
+
+
+def _longest(config: Config, context: int) -> int:
+    prompt = config.data.max_prompt_tokens
+    return context if prompt == "auto" else min(context, prompt + config.rollout.max_new_tokens)

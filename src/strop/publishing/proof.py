@@ -1,0 +1,65 @@
+"""The proof of delivery: trainer and engine score the same probe, and must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from strop.errors import RunFailure
+from strop.rollout.engine import Engine
+
+# Times the largest difference seen while both sides certainly hold the same weights.
+MARGIN = 10.0
+
+
+class Scorer(Protocol):
+    """The trainer's side of the probe."""
+
+    def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probability of each token given those before it, float32 [L]; the first one is NaN."""
+        ...
+
+
+@dataclass
+class Probe:
+    """Fixed token sequences whose log-probabilities tell two sets of weights apart.
+
+    token_lists: what is scored. floor: differences up to here are rounding, whatever was measured: some thousand
+    units in the last place of a log-probability of 10 (float32 1e-4, bfloat16 0.1).
+    """
+
+    token_lists: list[list[int]]
+    floor: float
+    tolerance: float | None = field(default=None)
+
+    @classmethod
+    def make(cls, vocabulary: int, *, floor: float, length: int = 24) -> Probe:
+        """One sequence that walks through the whole vocabulary, so that many rows of the embedding are touched."""
+        step = max(1, vocabulary // length) | 1
+        return cls([[(1 + at * step) % vocabulary for at in range(length)]], floor)
+
+    async def prove(self, trainer: Scorer, engine: Engine, *, version: int) -> float:
+        """Largest difference between the two sides, in nats.
+
+        The first call happens before any update, when both sides hold the weights that were loaded: it measures the
+        rounding between the two ways of computing, and later calls are held to ten times that.
+
+        Raises:
+            RunFailure: the engine does not serve the trainer's weights.
+        """
+        mine = trainer.score(self.token_lists)
+        theirs = await engine.score(self.token_lists)
+        gaps = [np.abs(a[1:] - b[1:]) for a, b in zip(mine, theirs, strict=True)]
+        worst = float(max(gap.max() for gap in gaps))
+        if self.tolerance is None:
+            self.tolerance = max(self.floor, MARGIN * worst) if worst <= 100 * self.floor else self.floor
+        if not worst <= self.tolerance:
+            raise RunFailure(
+                f"the engine does not serve the weights of version {version}: log-probabilities of the probe differ "
+                f"by {worst:.3g} nats, {self.tolerance:.3g} is rounding",
+                mend="the run stops so that nothing is trained on samples of other weights; resume from the checkpoint",
+            )
+        return worst

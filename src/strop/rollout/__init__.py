@@ -1,0 +1,1 @@
+"""Sampling: episodes, sampler engines, admission, the collector and its window."""

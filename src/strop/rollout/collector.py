@@ -1,0 +1,179 @@
+"""The collector: from prompts to a window of finished, scored groups, in order of admission."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from strop.rewards.protocol import Completed, Reward, Scorer
+from strop.rollout.admission import Admission
+from strop.rollout.engine import Engine, SampleRequest, SampleSettings
+from strop.rollout.episode import Episode, Group, Status
+
+
+class PromptLike(Protocol):
+    """What the collector needs of a prompt; `data.Prompt` is one."""
+
+    @property
+    def prompt_id(self) -> str: ...
+    @property
+    def prompt(self) -> Any: ...
+    @property
+    def answer(self) -> Any: ...
+    @property
+    def row(self) -> dict[str, Any]: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+
+class Detokenizer(Protocol):
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class Collector:
+    """Samples and scores groups within what admission allows.
+
+    Args:
+        engine, scorer, tokenizer: what samples, scores and decodes.
+        next_prompt: the next prompt in the data's order; called once for each group, in order of group numbers.
+        settings, group_size: how completions are drawn, and how many of each prompt.
+        admission: the bound on staleness.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scorer: Scorer,
+        tokenizer: Detokenizer,
+        next_prompt: Callable[[], PromptLike],
+        *,
+        settings: SampleSettings,
+        group_size: int,
+        admission: Admission,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._next_prompt = next_prompt
+        self._settings = settings
+        self._group_size = group_size
+        self.admission = admission
+        self._progress = progress
+        self._tasks: dict[int, asyncio.Task[Group]] = {}
+        self._completions = 0
+        self._last_completion = 0.0
+
+    async def next_window(self, step: int) -> list[Group]:
+        """The groups that step number `step` (0 for the first) trains, in order of admission.
+
+        Raises:
+            Whatever an engine or verifier raised; the other groups are then cancelled.
+        """
+        for number in self.admission.admit(step):
+            prompt = self._next_prompt()
+            self._tasks[number] = asyncio.get_running_loop().create_task(self._group(number, prompt))
+        first = step * self.admission.groups_per_step
+        wanted = [self._tasks[n] for n in range(first, first + self.admission.groups_per_step)]
+        self._completions = 0
+        try:
+            groups = await asyncio.gather(*wanted)
+        except BaseException:
+            await self.close()
+            raise
+        for group in groups:
+            del self._tasks[group.number]
+        return list(groups)
+
+    @property
+    def last_completion(self) -> float:
+        """`time.perf_counter()` when the last completion of the window was sampled; what follows is verifying."""
+        return self._last_completion
+
+    async def close(self) -> None:
+        """Cancel what is running."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        await _cancel(tasks)
+
+    async def _group(self, number: int, prompt: PromptLike) -> Group:
+        episodes = [Episode(number, sample, dict(prompt.row), prompt.prompt_id) for sample in range(self._group_size)]
+        running = [asyncio.ensure_future(self._roll_out(episode, prompt)) for episode in episodes]
+        try:
+            await asyncio.gather(*running)
+        except BaseException:
+            # `gather` leaves the siblings of a failed one running.
+            await _cancel(running)
+            raise
+        await score_episodes(episodes, prompt, self._scorer)
+        return Group(number, prompt.prompt_id, episodes)
+
+    async def _roll_out(self, episode: Episode, prompt: PromptLike) -> None:
+        stream = (episode.group, episode.sample, 0)
+        await sample_turn(episode, prompt.tokens, self._engine, self._tokenizer, self._settings, stream)
+        self._completions += 1
+        self._last_completion = time.perf_counter()
+        if self._progress is not None:
+            self._progress(self._completions, self.admission.groups_per_step * self._group_size)
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def sample_turn(
+    episode: Episode,
+    tokens: Sequence[int],
+    engine: Engine,
+    tokenizer: Detokenizer,
+    settings: SampleSettings,
+    stream: tuple[int, ...],
+) -> None:
+    """Append a prompt and one sampled turn to an episode; its text is decoded without special tokens."""
+    turn = episode.append_prompt(tokens)
+    result = await engine.generate(SampleRequest(tuple(tokens), settings, stream))
+    episode.append_sampled(result.tokens, result.logprobs, result.versions, parent=turn, finish=result.finish)
+    episode.completion = tokenizer.decode(result.tokens, skip_special_tokens=True)
+    episode.status = Status(result.finish)
+
+
+async def score_episodes(episodes: Sequence[Episode], prompt: PromptLike, scorer: Scorer) -> None:
+    """Write rewards into episodes of one prompt; one that could not be verified gets that status and no reward."""
+    whole = [episode for episode in episodes if episode.status is not None and episode.status.trainable]
+    rewards = await scorer.score([_completed(episode, prompt) for episode in whole])
+    for episode, reward in zip(whole, rewards, strict=True):
+        apply_reward(episode, reward)
+
+
+def apply_reward(episode: Episode, reward: Reward) -> None:
+    """Write one reward into its episode."""
+    episode.components = dict(reward.components)
+    episode.detail = reward.detail
+    if reward.status == "ok":
+        episode.reward, episode.correct = reward.total, reward.correct
+    else:
+        episode.status = Status(reward.status)
+
+
+def reward_of(episode: Episode) -> Reward:
+    """What `apply_reward` wrote into an episode."""
+    if episode.status is None or episode.status.trainable:
+        return Reward(episode.reward, episode.components, episode.correct, detail=episode.detail)
+    status: Any = str(episode.status)
+    return Reward(episode.reward, episode.components, None, status, episode.detail)
+
+
+def _completed(episode: Episode, prompt: PromptLike) -> Completed:
+    sampled = [turn for turn in episode.turns if turn.sampled]
+    return Completed(
+        prompt=prompt.prompt,
+        completion=episode.completion,
+        answer=prompt.answer,
+        row=prompt.row,
+        completion_ids=[int(token) for turn in sampled for token in turn.tokens],
+        finish=str(episode.status),
+    )

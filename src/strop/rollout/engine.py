@@ -1,0 +1,98 @@
+"""What a sampler engine is (docs/architecture.md, section 5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+FinishReason = Literal["stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """How tokens are drawn.
+
+    temperature: above 0, or 0 for the most likely token (its log-probability is then taken at temperature 1).
+    stop: texts that end the completion; the tokens that hold the stop text are kept.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One completion to sample.
+
+    tokens: the ids to continue. stream: what the random draws are keyed by, beside the run's seed: the same key gives
+    the same draws whatever else is sampled at the time (for a rollout: prompt occurrence, sample index, turn).
+    """
+
+    tokens: tuple[int, ...]
+    settings: SampleSettings
+    stream: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What was sampled: one log-probability (at the sampling temperature) and weight version for each token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: FinishReason
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """New weights for an engine. `tensors` is None where trainer and engine share one module."""
+
+    version: int
+    tensors: Any = None
+
+
+@dataclass
+class EngineStats:
+    """What an engine did since it was last asked: counts of tokens and seconds of work."""
+
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+    sequences: int = 0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Token ids in; token ids, log-probabilities and weight versions out."""
+
+    async def generate(self, request: SampleRequest) -> SampleResult: ...
+
+    async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
+        """Log-probability of each token given those before it, float32 [L]; the first one is NaN."""
+        ...
+
+    async def update_weights(self, update: WeightUpdate) -> int:
+        """Take new weights; returns the version that is served from now on."""
+        ...
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self) -> None:
+        """End every running request with what it has; each returns with finish "aborted"."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give memory back (caches, packed weights)."""
+        ...
+
+    async def wake(self) -> None: ...
+
+    def take_stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Sampler engines, one file each."""

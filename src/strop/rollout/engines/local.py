@@ -1,0 +1,351 @@
+"""The embedded engine: samples with the trainer's own module, on any device, with continuous batching.
+
+Sequences that share a prompt are prefilled once; a finished sequence leaves the batch and a waiting one enters; each
+token is drawn from its sample's own random stream. transformers' own continuous batching was measured first and gave
+neither log-probabilities of sampled tokens nor a stream for each sample, at under half the speed
+(docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from strop.errors import RunFailure
+from strop.models.attention import running
+from strop.models.forward import backbone, packed_inputs
+from strop.models.layout import pack
+from strop.models.logprobs import output_head
+from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
+from strop.rollout.engines import packed_linear
+from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
+from strop.rollout.sampling import draw, stream_key, uniforms
+
+
+@dataclass
+class _Sequence:
+    """A request on its way."""
+
+    request: SampleRequest
+    future: asyncio.Future[SampleResult]
+    key: np.uint64
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    first_hidden: Tensor | None = None
+    stop_tail: int = 0
+
+    def result(self, finish: FinishReason) -> SampleResult:
+        return SampleResult(self.tokens, self.logprobs, self.versions, finish)
+
+
+class LocalEngine:
+    """Samples with a module that it shares with the trainer: nothing to synchronise, nothing to drift.
+
+    Args:
+        model: a causal model, adapters included. tokenizer: decodes the tail of a completion to find stop texts.
+        eos_ids: tokens that end a completion. seed: of the run. context: longest prompt + completion.
+        max_sequences: rows decoded together. prefill_tokens: prompt tokens in one forward pass.
+        pack_weights: hold a second copy of the weights for small matrix products; None decides by the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        eos_ids: Sequence[int],
+        seed: int,
+        context: int,
+        max_sequences: int = 256,
+        prefill_tokens: int = 4096,
+        pack_weights: bool | None = None,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_ids)
+        self._seed = seed
+        self._context = context
+        self._rows = max_sequences
+        self._prefill_tokens = prefill_tokens
+        self._device = next(model.parameters()).device
+        self._may_pack = packed_linear.available(model) if pack_weights is None else pack_weights
+        self._packed: packed_linear.PackedLinears | None = None
+        self._head: Any = None
+        self._cache: KVCache | None = None
+        self._version = 0
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._loop: asyncio.Task[None] | None = None
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._stats = EngineStats()
+
+    async def generate(self, request: SampleRequest) -> SampleResult:
+        """Sample one completion.
+
+        Raises:
+            ValueError: prompt and completion do not fit the model's context, or the prompt is empty.
+        """
+        if not request.tokens:
+            raise ValueError("a prompt needs at least one token")
+        needed = len(request.tokens) + request.settings.max_new_tokens
+        if needed > self._context:
+            raise ValueError(
+                f"{len(request.tokens)} prompt tokens and {request.settings.max_new_tokens} new ones "
+                f"do not fit the context of {self._context}"
+            )
+        sequence = _Sequence(
+            request, asyncio.get_running_loop().create_future(), stream_key(self._seed, request.stream)
+        )
+        if request.settings.stop:
+            # A token holds at least one byte, so a stop text of n bytes ends within the last n tokens.
+            sequence.stop_tail = max(len(text.encode()) for text in request.settings.stop) + 4
+        self._waiting.append(sequence)
+        if self._loop is None or self._loop.done():
+            self._loop = asyncio.get_running_loop().create_task(self._run())
+        return await sequence.future
+
+    async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
+        """Log-probability of each token given those before it, float32 [L], through the weights that sampling uses."""
+        streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
+        self._without_dropout()
+        with torch.no_grad():
+            inputs = packed_inputs(pack(streams), [np.arange(len(s)) > 0 for s in streams], self._device)
+            with running(self._model, inputs.attention), self._weights():
+                hidden = backbone(self._model)(
+                    input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
+                ).last_hidden_state[0]
+                flat = []
+                for start in range(0, len(inputs.targets), 512):
+                    span = slice(start, start + 512)
+                    logits = self._logits(hidden[inputs.predictors[span]]) / temperature
+                    picked = logits.gather(1, inputs.targets[span, None])[:, 0]
+                    flat.append(picked - torch.logsumexp(logits, -1))
+        pieces = np.split(torch.cat(flat).cpu().numpy(), np.cumsum([len(s) - 1 for s in streams])[:-1])
+        return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
+
+    async def update_weights(self, update: WeightUpdate) -> int:
+        """The module is shared: only the version and what was derived from the old weights change."""
+        self._version = update.version
+        self._packed = self._head = None
+        # What was computed with the old weights is not lent to requests that enter from now on.
+        for sequence in self._running:
+            sequence.first_hidden = None
+        return self._version
+
+    async def pause(self) -> None:
+        self._gate.clear()
+
+    async def resume(self) -> None:
+        self._gate.set()
+
+    async def abort(self) -> None:
+        for sequence in [*self._running, *self._waiting]:
+            self._finish(sequence, "aborted")
+        self._running.clear()
+        self._waiting.clear()
+
+    async def sleep(self) -> None:
+        """Give the cache and the packed weights back; running requests keep what they have and are prefilled again."""
+        for sequence in self._running:
+            sequence.first_hidden = None
+        self._waiting.extendleft(reversed(self._running))
+        self._running.clear()
+        self._cache = self._packed = self._head = None
+
+    async def wake(self) -> None:
+        """Nothing to do: memory is taken again when it is needed."""
+
+    def take_stats(self) -> EngineStats:
+        stats, self._stats = self._stats, EngineStats()
+        if self._cache is not None:
+            stats.extra["kv_cache_bytes"] = float(self._cache.bytes())
+        return stats
+
+    async def close(self) -> None:
+        await self.abort()
+        if self._loop is not None:
+            self._loop.cancel()
+            self._loop = None
+        await self.sleep()
+
+    async def _run(self) -> None:
+        """Decode until nothing waits. One turn of the event loop between steps lets requests and results through."""
+        try:
+            while self._waiting or self._running:
+                await asyncio.sleep(0)
+                await self._gate.wait()
+                started = time.perf_counter()
+                self._without_dropout()
+                with torch.no_grad(), self._weights():
+                    self._step()
+                self._stats.seconds += time.perf_counter() - started
+        except Exception as error:
+            failure = RunFailure(f"the local engine failed while sampling: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            for sequence in [*self._running, *self._waiting]:
+                if not sequence.future.done():
+                    sequence.future.set_exception(failure)
+            self._running.clear()
+            self._waiting.clear()
+
+    def _step(self) -> None:
+        self._drop_cancelled()
+        while self._waiting and len(self._running) < self._rows:
+            self._prefill(self._next_prompts())
+        if self._running:
+            self._decode()
+
+    def _next_prompts(self) -> list[_Sequence]:
+        """Waiting requests for the free rows, as many as fit one forward pass (and at least one)."""
+        chosen: list[_Sequence] = []
+        prompts: set[tuple[int, ...]] = set()
+        tokens = 0
+        while self._waiting and len(self._running) + len(chosen) < self._rows:
+            prompt = _context_of(self._waiting[0])
+            if prompt not in prompts:
+                tokens += len(prompt)
+                if prompts and tokens > self._prefill_tokens:
+                    break
+                prompts.add(prompt)
+            chosen.append(self._waiting.popleft())
+        return chosen
+
+    def _prefill(self, entering: list[_Sequence]) -> None:
+        """Give entering sequences a row each; equal prompts are computed once, or copied from a row that has it."""
+        if self._cache is None:
+            self._cache = KVCache(self._rows)
+        cache = self._cache
+        first = len(self._running)
+        by_prompt: dict[tuple[int, ...], list[int]] = {}
+        for row, sequence in enumerate(entering, start=first):
+            by_prompt.setdefault(_context_of(sequence), []).append(row)
+        held = {s.request.tokens: row for row, s in enumerate(self._running) if s.first_hidden is not None}
+        self._running.extend(entering)
+        cache.reserve(max(len(prompt) for prompt in by_prompt) + 1)
+        last: dict[tuple[int, ...], Tensor] = {}
+        fresh = {prompt: rows for prompt, rows in by_prompt.items() if prompt not in held}
+        for prompt, rows in by_prompt.items():
+            if prompt in held:
+                lender = self._running[held[prompt]].first_hidden
+                assert lender is not None
+                last[prompt] = lender
+                for row in rows:
+                    cache.copy(held[prompt], row, len(prompt))
+        if fresh:
+            packed = pack([np.asarray(prompt, dtype=np.int64) for prompt in fresh])
+            plan = Prefill(packed.layout, cache, list(fresh.values()), self._device)
+            hidden = self._hidden(packed.layout.input_ids, packed.layout.position_ids, plan)
+            for places, (prompt, rows) in zip(packed.places, fresh.items(), strict=True):
+                cache.lengths[rows] = len(prompt)
+                last[prompt] = hidden[int(places[-1])]
+            self._stats.prompt_tokens += len(packed.layout.input_ids)
+        self._stats.sequences += len(entering)
+        stacked = torch.stack([last[_context_of(sequence)] for sequence in entering])
+        for sequence in entering:
+            # After a sleep the context goes past the prompt, and its end is not where a sibling begins.
+            sequence.first_hidden = None if sequence.tokens else last[sequence.request.tokens]
+        self._take(list(range(first, first + len(entering))), self._logits(stacked))
+
+    def _decode(self) -> None:
+        assert self._cache is not None
+        count = len(self._running)
+        plan = Decode(self._cache, count, self._device)
+        last = np.asarray([s.tokens[-1] for s in self._running], dtype=np.int64)
+        hidden = self._hidden(last, self._cache.lengths[:count].copy(), plan)
+        self._cache.lengths[:count] += 1
+        self._take(list(range(count)), self._logits(hidden))
+
+    def _take(self, rows: list[int], logits: Tensor) -> None:
+        """Draw a token for each row and let finished sequences go."""
+        sequences = [self._running[row] for row in rows]
+        positions = np.asarray([len(s.tokens) for s in sequences], dtype=np.int64)
+        u = uniforms(np.asarray([s.key for s in sequences], dtype=np.uint64), positions)
+        temperatures = torch.tensor([s.request.settings.temperature for s in sequences], dtype=torch.float32)
+        tokens, logprobs = draw(logits, temperatures.to(self._device), torch.from_numpy(u).to(self._device))
+        drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
+        for sequence, token, logprob in drawn:
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(self._version)
+        self._stats.sampled_tokens += len(rows)
+        # From the last row down, so that the row moved into a gap has been looked at.
+        for row in reversed(rows):
+            finish = self._finished(self._running[row])
+            if finish is not None:
+                self._finish(self._running[row], finish)
+                self._release(row)
+
+    def _finished(self, sequence: _Sequence) -> FinishReason | None:
+        settings = sequence.request.settings
+        if sequence.tokens[-1] in self._eos:
+            return "stop"
+        if settings.stop:
+            tail = self._tokenizer.decode(sequence.tokens[-sequence.stop_tail :], skip_special_tokens=False)
+            if any(text in tail for text in settings.stop):
+                return "stop"
+        return "length" if len(sequence.tokens) >= settings.max_new_tokens else None
+
+    def _finish(self, sequence: _Sequence, finish: FinishReason) -> None:
+        if not sequence.future.done():
+            sequence.future.set_result(sequence.result(finish))
+
+    def _release(self, row: int) -> None:
+        """Free a row; the last running one moves into the gap so that rows in use stay contiguous."""
+        assert self._cache is not None
+        last = len(self._running) - 1
+        if row != last:
+            self._running[row] = self._running[last]
+            self._cache.copy(last, row, int(self._cache.lengths[last]))
+        self._running.pop()
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = deque(s for s in self._waiting if not s.future.done())
+        for row in reversed(range(len(self._running))):
+            if self._running[row].future.done():
+                self._release(row)
+
+    def _hidden(self, input_ids: np.ndarray, position_ids: np.ndarray, plan: Any) -> Tensor:
+        ids = torch.from_numpy(input_ids).to(self._device)[None]
+        positions = torch.from_numpy(position_ids).to(self._device)[None]
+        with running(self._model, plan):
+            return backbone(self._model)(  # type: ignore[no-any-return]
+                input_ids=ids, position_ids=positions, use_cache=False
+            ).last_hidden_state[0]
+
+    def _without_dropout(self) -> None:
+        if self._model.training:
+            self._model.eval()
+
+    def _weights(self) -> Any:
+        if not self._may_pack:
+            return nullcontext()
+        if self._packed is None:
+            self._packed = packed_linear.PackedLinears(self._model, rows=min(self._rows, 64))
+        return self._packed.active()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[B, V] float32."""
+        weight, bias, softcap = output_head(self._model)
+        if self._may_pack and weight.numel() >= packed_linear.SMALLEST:
+            if self._head is None:
+                self._head = packed_linear.packed_product(weight.detach(), bias, min(self._rows, 64))
+            logits: Tensor = self._head(hidden)
+        else:
+            logits = nn.functional.linear(hidden, weight, bias).float()
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _context_of(sequence: _Sequence) -> tuple[int, ...]:
+    """What must be in the cache before the next token: the prompt, and what was sampled before a sleep."""
+    return (*sequence.request.tokens, *sequence.tokens)

@@ -1,0 +1,217 @@
+"""The episode: the single writer of what was sampled (docs/architecture.md, section 5.1).
+
+Tokens, masks, log-probabilities and weight versions are written here once and never edited; everything else, the
+trainer included, only reads `Episode.streams()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+TurnId = int
+
+
+class Status(StrEnum):
+    """How an episode ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ENVIRONMENT_ERROR = "environment_error"
+    VERIFIER_ERROR = "verifier_error"
+    TIMEOUT = "timeout"
+
+    @property
+    def trainable(self) -> bool:
+        """Whether the reward can be believed; an error is never a reward of 0."""
+        return self in (Status.STOP, Status.LENGTH)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A run of tokens by one speaker, appended once.
+
+    `logprobs` (float32) and `versions` (int32) have one entry for each token of a sampled turn and are empty otherwise.
+    """
+
+    role: str
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    parent: TurnId | None
+    finish: str | None
+
+    @property
+    def sampled(self) -> bool:
+        return self.role == "assistant"
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """One path from the root of an episode to a leaf, as the trainer sees it; all arrays have length L.
+
+    tokens: int64. loss_mask: bool, True only where the token was sampled and is trained in this stream.
+    logprobs: float32, the sampler's at the sampling temperature, NaN where the mask is False.
+    versions: int32, the weights that sampled the token, -1 where the mask is False.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    turns: tuple[TurnId, ...]
+
+
+@dataclass
+class Episode:
+    """One rollout of one prompt: a tree of turns, append-only.
+
+    Args:
+        group: admission number of the group, the same for all completions of a prompt.
+        sample: index within the group.
+        row: the data row: prompt, answer and every other column.
+        prompt_id: stable name of the row in its dataset.
+    """
+
+    group: int
+    sample: int
+    row: dict[str, Any] = field(default_factory=dict)
+    prompt_id: str = ""
+    status: Status | None = None
+    reward: float = math.nan
+    components: dict[str, float] = field(default_factory=dict)
+    correct: bool | None = None
+    detail: str = ""
+    completion: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+    def append_prompt(self, tokens: Sequence[int], *, parent: TurnId | None = None) -> TurnId:
+        """Append given tokens that no one sampled: the prompt, or the messages of a later turn."""
+        return self._append("user", tokens, (), (), parent, None)
+
+    def append_sampled(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        *,
+        parent: TurnId,
+        finish: str,
+    ) -> TurnId:
+        """Append what the policy sampled: one log-probability and one weight version for each token.
+
+        Raises:
+            ValueError: a length differs, a log-probability is missing (None), NaN, infinite or above 0, a version is
+                negative.
+        """
+        if not len(tokens) == len(logprobs) == len(versions):
+            raise ValueError(
+                f"{len(tokens)} sampled tokens need as many log-probabilities and versions, "
+                f"got {len(logprobs)} and {len(versions)}"
+            )
+        for position, (logprob, version) in enumerate(zip(logprobs, versions, strict=True)):
+            # A hair above 0 is rounding of log-sum-exp; anything more is a log-probability of something else.
+            if logprob is None or not -math.inf < logprob <= 1e-4:
+                raise ValueError(f"sampled token {position} has log-probability {logprob}")
+            if version < 0:
+                raise ValueError(f"sampled token {position} has weight version {version}")
+        return self._append("assistant", tokens, logprobs, versions, parent, finish)
+
+    def append_observation(self, tokens: Sequence[int], *, parent: TurnId, role: str = "tool") -> TurnId:
+        """Append what the environment answered; never trained."""
+        if role == "assistant":
+            raise ValueError("an observation cannot have the role 'assistant': sampled tokens go to append_sampled")
+        return self._append(role, tokens, (), (), parent, None)
+
+    def streams(self) -> list[TokenStream]:
+        """Every path from the root to a leaf, in order of the leaves; each sampled token is trained in exactly one.
+
+        A turn shared by several paths is trained in the first; in the others it is context.
+        """
+        taken: set[TurnId] = set()
+        streams = []
+        for path in self._paths():
+            streams.append(self._stream(path, taken))
+            taken.update(path)
+        return streams
+
+    def sampled_tokens(self) -> int:
+        """How many tokens the policy sampled in the whole tree."""
+        return sum(len(turn.tokens) for turn in self.turns if turn.sampled)
+
+    def _append(
+        self,
+        role: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        parent: TurnId | None,
+        finish: str | None,
+    ) -> TurnId:
+        if self.status is not None:
+            raise ValueError(f"the episode has ended ({self.status}); nothing can be appended")
+        if parent is None and self.turns:
+            raise ValueError("only the first turn has no parent")
+        if parent is not None and not 0 <= parent < len(self.turns):
+            raise ValueError(f"turn {parent} does not exist; the episode has {len(self.turns)} turns")
+        # Copies: an array of the caller's must neither be locked nor be able to change what was written.
+        ids = np.array(tokens, dtype=np.int64)
+        if ids.ndim != 1 or (ids < 0).any():
+            raise ValueError("tokens must be a flat sequence of token ids of at least 0")
+        turn = Turn(
+            role=role,
+            tokens=ids,
+            logprobs=np.minimum(np.asarray(logprobs, dtype=np.float32), 0.0),
+            versions=np.array(versions, dtype=np.int32),
+            parent=parent,
+            finish=finish,
+        )
+        for array in (turn.tokens, turn.logprobs, turn.versions):
+            array.setflags(write=False)
+        self.turns.append(turn)
+        return len(self.turns) - 1
+
+    def _paths(self) -> Iterator[tuple[TurnId, ...]]:
+        parents = {turn.parent for turn in self.turns}
+        for leaf in range(len(self.turns)):
+            if leaf in parents:
+                continue
+            path: list[TurnId] = []
+            at: TurnId | None = leaf
+            while at is not None:
+                path.append(at)
+                at = self.turns[at].parent
+            yield tuple(reversed(path))
+
+    def _stream(self, path: tuple[TurnId, ...], taken: set[TurnId]) -> TokenStream:
+        tokens, mask, logprobs, versions = [], [], [], []
+        for turn_id in path:
+            turn = self.turns[turn_id]
+            trained = turn.sampled and turn_id not in taken
+            size = len(turn.tokens)
+            tokens.append(turn.tokens)
+            mask.append(np.full(size, trained))
+            logprobs.append(turn.logprobs if trained else np.full(size, np.nan, dtype=np.float32))
+            versions.append(turn.versions if trained else np.full(size, -1, dtype=np.int32))
+        return TokenStream(
+            tokens=np.concatenate(tokens),
+            loss_mask=np.concatenate(mask),
+            logprobs=np.concatenate(logprobs),
+            versions=np.concatenate(versions),
+            turns=path,
+        )
+
+
+@dataclass
+class Group:
+    """The episodes of one prompt, in order of their sample index."""
+
+    number: int
+    prompt_id: str
+    episodes: list[Episode]

@@ -1,0 +1,1 @@
+"""Updating weights: batches, micro-batches, optimizers, the trainer and its checkpoints."""

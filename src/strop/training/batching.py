@@ -1,0 +1,147 @@
+"""From token streams to the flat batch, and from the batch to mini-batches and micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strop.algorithms.batch import TokenBatch
+from strop.errors import RunFailure
+from strop.models.forward import PackedInputs, packed_inputs
+from strop.models.layout import pack
+
+
+class Stream(Protocol):
+    """What a trainable stream must have; `rollout.TokenStream` is one. Arrays of length L."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...
+    @property
+    def loss_mask(self) -> np.ndarray: ...
+    @property
+    def logprobs(self) -> np.ndarray: ...
+    @property
+    def versions(self) -> np.ndarray: ...
+
+
+def token_batch(
+    streams: Sequence[Stream],
+    *,
+    rewards: Sequence[float],
+    group_ids: Sequence[int],
+    truncated: Sequence[bool],
+) -> TokenBatch:
+    """Lay streams end to end. Sequence-level arguments have one entry for each stream."""
+    lengths = [len(stream.tokens) for stream in streams]
+
+    def flat(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays)).to(dtype)
+
+    return TokenBatch(
+        input_ids=flat([s.tokens for s in streams], torch.int64),
+        position_ids=flat([np.arange(length) for length in lengths], torch.int64),
+        seq_ids=torch.repeat_interleave(torch.arange(len(streams)), torch.tensor(lengths)),
+        loss_mask=flat([s.loss_mask for s in streams], torch.bool),
+        sampler_logprobs=flat([s.logprobs for s in streams], torch.float32),
+        versions=flat([s.versions for s in streams], torch.int32),
+        rewards=torch.tensor(list(rewards), dtype=torch.float32),
+        group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
+        truncated=torch.tensor(list(truncated), dtype=torch.bool),
+    )
+
+
+@dataclass
+class MicroBatch:
+    """Sequences that go through the model in one pass.
+
+    sequences: [n] indices into the mini-batch, increasing. batch: their cut of the flat batch. inputs: their packed
+    row. trained: [N] places in the cut where the loss mask is True, in the order of `inputs.targets`.
+    """
+
+    sequences: Tensor
+    batch: TokenBatch
+    inputs: PackedInputs
+    trained: Tensor
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """[T of the cut] float32 with values [N] at the trained tokens and 0 elsewhere; differentiable."""
+        return values.new_zeros(self.batch.input_ids.shape[0]).index_put((self.trained,), values)
+
+
+def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
+    """Divide sequences into `parts` by whole groups, in order; [n] indices each. Fewer parts if groups are fewer."""
+    _, order = torch.unique(batch.group_ids, return_inverse=True)
+    groups = int(order.max()) + 1 if len(order) else 0
+    found = []
+    for chosen in torch.arange(groups).tensor_split(min(parts, max(groups, 1))):
+        found.append(torch.nonzero(torch.isin(order, chosen))[:, 0])
+    return found
+
+
+def micro_batches(batch: TokenBatch, budget: int, device: torch.device) -> list[MicroBatch]:
+    """Cut a mini-batch into passes of at most `budget` packed tokens; what a group's streams share is counted once.
+
+    Raises:
+        RunFailure: one sequence alone is longer than the budget.
+    """
+    lengths = batch.lengths().tolist()
+    edges = np.concatenate([[0], np.cumsum(lengths)])
+    ids, mask = batch.input_ids.numpy(), batch.loss_mask.numpy()
+    groups = batch.group_ids.tolist()
+    streams = [ids[a:b] for a, b in pairwise(edges)]
+    masks = [mask[a:b] for a, b in pairwise(edges)]
+    # The prompt: everything before the first trained token. It is shared only with neighbours of the same group.
+    heads = [int(np.argmax(m)) if m.any() else 0 for m in masks]
+    # Equal tokens too: the branches of a rewritten conversation may be equally long and begin differently.
+    alike = [
+        at > 0
+        and groups[at - 1] == groups[at]
+        and heads[at - 1] == head > 0
+        and np.array_equal(streams[at - 1][:head], streams[at][:head])
+        for at, head in enumerate(heads)
+    ]
+    chosen: list[list[int]] = []
+    used = 0
+    for at, length in enumerate(lengths):
+        if length > budget:
+            raise RunFailure(
+                f"a sequence of {length} tokens is longer than training.tokens_per_micro_batch ({budget})",
+                mend="raise training.tokens_per_micro_batch, or lower rollout.max_new_tokens",
+            )
+        cost = length - heads[at] if alike[at] else length
+        if not chosen or used + cost > budget:
+            chosen.append([])
+            used, cost = 0, length
+        chosen[-1].append(at)
+        used += cost
+    return [_micro_batch(batch, part, streams, masks, heads, alike, device) for part in chosen]
+
+
+def _micro_batch(
+    batch: TokenBatch,
+    part: list[int],
+    streams: list[np.ndarray],
+    masks: list[np.ndarray],
+    heads: list[int],
+    alike: list[bool],
+    device: torch.device,
+) -> MicroBatch:
+    # alike[at]: the stream shares its prompt with the one before it.
+    shared = [
+        heads[at] if (at > part[0] and alike[at]) or (at < part[-1] and alike[at + 1]) else 0 for at in part
+    ]
+    packed = pack([streams[at] for at in part], shared)
+    sequences = torch.tensor(part)
+    cut = batch.select(sequences).to(device)
+    return MicroBatch(
+        sequences=sequences,
+        batch=cut,
+        inputs=packed_inputs(packed, [masks[at] for at in part], device),
+        trained=torch.nonzero(cut.loss_mask)[:, 0],
+    )

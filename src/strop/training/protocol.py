@@ -1,0 +1,36 @@
+"""What a trainer is (docs/architecture.md, section 5.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from strop.algorithms.base import Objective
+from strop.algorithms.batch import TokenBatch
+
+Role = Literal["policy", "reference"]
+
+
+class Trainer(Protocol):
+    """Scores and updates one model. It knows objectives, never algorithms' names, rewards or engines."""
+
+    def logprobs(self, batch: TokenBatch, *, role: Role) -> Tensor:
+        """[T] float32 at the sampling temperature, 0 where the loss mask is False."""
+        ...
+
+    def update(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
+        """All mini-batches and epochs of one step; returns metrics."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and tensors, adapters merged."""
+        ...
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Write the state that resumes bit for bit; returns what goes into the checkpoint's JSON."""
+        ...
+
+    def load(self, directory: Path, state: dict[str, Any]) -> None: ...

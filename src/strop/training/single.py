@@ -1,0 +1,254 @@
+"""The trainer on one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from strop.algorithms.base import Objective
+from strop.algorithms.batch import TokenBatch
+from strop.config.training import OptimizerSettings
+from strop.errors import RunFailure
+from strop.models.attention import running
+from strop.models.forward import packed_logprobs, score_streams
+from strop.models.logprobs import Entropy
+from strop.training.batching import MicroBatch, micro_batches, mini_batches
+from strop.training.optimizer import MasterOptimizer
+from strop.training.protocol import Role
+
+
+class SingleDeviceTrainer:
+    """Trains a causal model on one device.
+
+    Args:
+        model: a causal model or a peft model; what requires a gradient is trained.
+        optimizer: AdamW and its schedule. total_updates: optimizer updates of the whole run.
+        temperature: log-probabilities are taken at it; the sampling temperature.
+        budget: packed tokens in one forward and backward pass. chunk: rows whose logits exist at a time.
+        parts, epochs: mini-batches of a step and passes over it.
+        reference: keep a frozen copy of the model as it is now; not needed with adapters, which are switched off.
+        recompute: recompute the blocks' activations in the backward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerSettings,
+        *,
+        total_updates: int,
+        temperature: float = 1.0,
+        budget: int = 8192,
+        chunk: int = 512,
+        parts: int = 1,
+        epochs: int = 1,
+        reference: bool = False,
+        recompute: bool = False,
+    ) -> None:
+        self.model: Any = model
+        self.device = next(model.parameters()).device
+        self._temperature = temperature
+        self._budget = budget
+        self._chunk = chunk
+        self._parts = parts
+        self._epochs = epochs
+        self._adapters = hasattr(model, "disable_adapter")
+        self._reference: nn.Module | None = None
+        if reference and not self._adapters:
+            self._reference = copy.deepcopy(model).requires_grad_(False).eval()
+        self._recompute = recompute
+        if recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            if self._adapters:
+                self.model.enable_input_require_grads()
+        self.optimizer = MasterOptimizer(model.named_parameters(), optimizer, total_updates)
+
+    def logprobs(self, batch: TokenBatch, *, role: Role = "policy") -> Tensor:
+        """[T] float32 on the CPU, at the sampling temperature, 0 where the loss mask is False."""
+        out = torch.zeros(batch.input_ids.shape[0])
+        with torch.no_grad(), self._as(role) as model:
+            # The same cuts as in `update`, so that the first mini-batch finds the same numbers bit for bit.
+            for part in mini_batches(batch, self._parts):
+                for micro in micro_batches(batch.select(part), self._budget, self.device):
+                    with running(model, micro.inputs.attention):
+                        values, _ = self._forward(model, micro, "none")
+                    out[self._places(batch, part[micro.sequences])] = values.cpu()
+        return out
+
+    def update(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
+        """Forward, backward and optimizer step for each mini-batch of each epoch.
+
+        Returns:
+            Means over the mini-batches: each term of the loss, their sum, the objective's metrics, gradient norm,
+            learning rate, entropy, and how far the sampler's log-probabilities are from the policy's (first update).
+            `batch.extra["logprobs"]` [T] then holds the policy's log-probabilities as the first epoch saw them.
+        """
+        if self._parts * self._epochs > 1 and batch.old_logprobs is None:
+            batch.old_logprobs = self.logprobs(batch)
+        totals = _Totals()
+        seen: list[tuple[Tensor, Tensor]] = []
+        for epoch in range(self._epochs):
+            for number, part in enumerate(mini_batches(batch, self._parts)):
+                cut = batch.select(part)
+                if not bool(cut.loss_mask.any()):
+                    continue
+                for sequences, values in self._mini_batch(cut, objective, totals, first=epoch == number == 0):
+                    if epoch == 0:
+                        seen.append((self._places(batch, part[sequences]), values))
+        batch.extra["logprobs"] = torch.zeros(batch.input_ids.shape[0])
+        for places, values in seen:
+            batch.extra["logprobs"][places] = values.cpu()
+        found = totals.means()
+        if not all(torch.isfinite(torch.tensor([found.get("grad_norm", 0.0), found.get("loss", 0.0)]))):
+            raise RunFailure(
+                f"the update is not finite: loss {found.get('loss')}, gradient norm {found.get('grad_norm')}",
+                mend="lower the learning rate; the last checkpoint is from before this update",
+            )
+        return found
+
+    def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
+        self.model.eval()
+        return score_streams(self.model, [np.asarray(tokens, dtype=np.int64) for tokens in token_lists])
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        from strop.models.save import merged_weights
+
+        yield from merged_weights(self.model).items()
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Write `optimizer.safetensors` and `trainable.safetensors`; together with nothing else they resume exactly."""
+        save_file({k: v.contiguous() for k, v in self.optimizer.state().items()}, directory / "optimizer.safetensors")
+        weights = {name: p.detach().contiguous() for name, p in self.optimizer.parameters.items()}
+        save_file(weights, directory / "trainable.safetensors")
+        return {"updates": self.optimizer.updates}
+
+    def load(self, directory: Path, state: dict[str, Any]) -> None:
+        """Take back what `save` wrote."""
+        weights = load_file(directory / "trainable.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.optimizer.parameters.items():
+                parameter.copy_(weights[name])
+        self.optimizer.load(load_file(directory / "optimizer.safetensors"), int(state["updates"]))
+
+    def close(self) -> None:
+        self.optimizer.close()
+        if self._recompute:
+            self.model.gradient_checkpointing_disable()
+
+    @contextmanager
+    def _as(self, role: Role) -> Iterator[nn.Module]:
+        """The model that plays a role."""
+        self.model.eval()
+        if role == "policy":
+            yield self.model
+        elif self._adapters:
+            with self.model.disable_adapter():
+                yield self.model
+        elif self._reference is not None:
+            yield self._reference
+        else:
+            raise ValueError("this trainer was made without a reference")
+
+    def _forward(self, model: nn.Module, micro: MicroBatch, entropy: Entropy) -> tuple[Tensor, Tensor]:
+        """(logprobs, entropy) [N] of the trained tokens."""
+        if not len(micro.trained):
+            empty = torch.zeros(0, device=self.device)
+            return empty, empty
+        return packed_logprobs(model, micro.inputs, temperature=self._temperature, chunk=self._chunk, entropy=entropy)
+
+    def _mini_batch(
+        self, batch: TokenBatch, objective: Objective, totals: _Totals, *, first: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """One optimizer update; returns for each micro-batch its sequences and its log-probabilities [N]."""
+        self.model.train()
+        seen = []
+        denominators = objective.denominators(batch)
+        trained = int(batch.loss_mask.sum())
+        for micro in micro_batches(batch, self._budget, self.device):
+            with running(self.model, micro.inputs.attention):
+                values, spread = self._forward(self.model, micro, "graph" if objective.needs_entropy else "value")
+                logprobs = micro.scatter(values)
+                entropy = micro.scatter(spread)
+                found = objective.loss(micro.batch, logprobs, entropy)
+                terms = {
+                    name: objective.reduce(term, micro.batch, denominators.get(name, denominators[""]))
+                    for name, term in found.terms.items()
+                }
+                if len(micro.trained):
+                    torch.stack(list(terms.values())).sum().backward()
+            totals.add(terms, found.metrics, micro, entropy, trained)
+            seen.append((micro.sequences, values.detach()))
+            if first:
+                totals.mismatch(logprobs.detach(), micro, trained)
+        totals.updated(self.optimizer.step())
+        return seen
+
+    def _places(self, batch: TokenBatch, sequences: Tensor) -> Tensor:
+        """Flat places of the trained tokens of some sequences, in order."""
+        inside = torch.isin(batch.seq_ids, sequences)
+        return torch.nonzero(inside & batch.loss_mask)[:, 0]
+
+
+class _Totals:
+    """Metrics of a step, kept as tensors on the device and read once at the end."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+        self.once: dict[str, Tensor] = {}
+        self.rates: list[float] = []
+        self.norms: list[Tensor] = []
+
+    def add(
+        self, terms: dict[str, Tensor], metrics: dict[str, Tensor], micro: MicroBatch, entropy: Tensor, trained: int
+    ) -> None:
+        loss = torch.zeros((), device=entropy.device)
+        for name, term in terms.items():
+            loss = loss + term.detach()
+            self._sum(f"loss/{name}", term.detach())
+        self._sum("loss", loss)
+        if not len(micro.trained):
+            return
+        self._sum("policy/entropy", entropy.detach()[micro.trained].sum() / trained)
+        for name, value in metrics.items():
+            picked = value.detach()[micro.trained]
+            if name.endswith("_max"):
+                top = picked.max()
+                self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
+            else:
+                self._sum(name, picked.sum() / trained)
+
+    def mismatch(self, logprobs: Tensor, micro: MicroBatch, trained: int) -> None:
+        """How far the sampler's log-probabilities are from the trainer's, for the same weights."""
+        if not len(micro.trained):
+            return
+        difference = (logprobs - micro.batch.sampler_logprobs)[micro.trained]
+        known = ~torch.isnan(difference)
+        gap = torch.where(known, difference, torch.zeros_like(difference))
+        for name, value in (("kl/sampler", (torch.exp(gap) - 1 - gap).sum()), ("mismatch/mean", gap.abs().sum())):
+            self.once[name] = self.once.get(name, torch.zeros_like(value)) + value / trained
+        self.once["mismatch/max"] = torch.maximum(self.once.get("mismatch/max", gap.new_zeros(())), gap.abs().max())
+
+    def updated(self, step: dict[str, Tensor | float]) -> None:
+        self.norms.append(torch.as_tensor(step["grad_norm"]))
+        self.rates.append(float(step["learning_rate"]))
+
+    def means(self) -> dict[str, float]:
+        updates = max(1, len(self.norms))
+        found = {name: float(value) / updates for name, value in self.sums.items()}
+        found |= {name: float(value) for name, value in {**self.maxima, **self.once}.items()}
+        if self.norms:
+            found["grad_norm"] = float(torch.stack(self.norms).mean())
+            found["learning_rate"] = self.rates[-1]
+        return found
+
+    def _sum(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
