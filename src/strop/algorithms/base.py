@@ -1,0 +1,68 @@
+"""What an algorithm is: three hooks around pure functions.
+
+An algorithm never sees a file, a process or an engine, and a loss never sees a local count: `denominators` is called
+once for a whole mini-batch, before it is cut into micro-batches or handed to ranks, and every term of the loss is a sum
+over tokens divided by its denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from strop.algorithms.batch import TokenBatch
+
+
+@dataclass
+class LossTerms:
+    """What `loss` returns for one micro-batch.
+
+    terms: name -> per-token loss [T], already weighted by its coefficient; each is aggregated with the algorithm's mode
+    and the mini-batch's denominators, and their sum is minimised. metrics: name -> per-token value [T], detached, whose
+    mean over the mini-batch's trained tokens is logged (a name that ends in `_max` logs the maximum).
+    """
+
+    terms: dict[str, Tensor]
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """What a trainer minimises."""
+
+    needs_entropy: bool
+    """Whether the loss uses the entropy of each token's distribution (it then has a graph)."""
+
+    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        """Per-token losses of one micro-batch.
+
+        Args:
+            batch: a whole mini-batch or a cut of it.
+            logprobs: [T] float32 with a graph, the policy's, 0 where the mask is False.
+            entropy: [T] float32, 0 where the mask is False; None when it was not computed.
+        """
+        ...
+
+    def denominators(self, batch: TokenBatch) -> Mapping[str, float]:
+        """What each term is divided by, counted over a whole mini-batch; the key "" serves every other term."""
+        ...
+
+    def reduce(self, per_token: Tensor, batch: TokenBatch, denominator: float) -> Tensor:
+        """Sum a term over a micro-batch: scalar float32; the sum over micro-batches is the loss of the mini-batch."""
+        ...
+
+
+class Algorithm(Objective, Protocol):
+    """An objective of reinforcement learning."""
+
+    name: str
+    needs_reference: bool
+    """Whether `ref_logprobs` must be filled before `advantages` and `loss`."""
+    needs_group: bool
+    """Whether a group of one has no advantage, so that `rollout.group_size` must be at least 2."""
+
+    def advantages(self, batch: TokenBatch) -> Tensor:
+        """[T] float32: the advantage of each token, from `rewards`, `group_ids` and what `needs_*` asked for."""
+        ...
