@@ -142,3 +142,15 @@ def test_arguments_out_of_range(function: Any, arguments: dict[str, Any], what: 
 def test_asking_for_more_word_problems_than_there_are_ends() -> None:
     with pytest.raises(DataError, match="distinct problems were found"):
         word_problems(9000, largest=6, operations="+", split="eval")
+
+
+def test_flawed_answers_are_one_too_high_in_the_share_asked_for() -> None:
+    right, careless = problems(2000, seed=3), problems(2000, seed=3, flawed=0.6)
+    assert [row["prompt"] for row in careless] == [row["prompt"] for row in right]
+    slips = [int(bad["answer"]) - int(good["answer"]) for bad, good in zip(careless, right, strict=True)]
+    assert set(slips) == {0, 1}
+    assert 0.56 < sum(slips) / len(slips) < 0.64
+    assert (
+        sum(int(a["answer"]) - int(b["answer"]) for a, b in zip(problems(50, flawed=1.0), problems(50), strict=True))
+        == 50
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from strop.config.base import Auto, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, StrictModel
+from strop.config.data import DataSource
 
 
 class OptimizerSettings(StrictModel):
@@ -46,8 +47,10 @@ class TrainingSettings(StrictModel):
 
 
 class WarmupSettings(StrictModel):
-    """`warmup:` supervised steps on `prompt` + `answer` of the training data before reinforcement learning."""
+    """`warmup:` supervised steps on prompts and answers before reinforcement learning."""
 
+    data: DataSource | None = None
+    """Demonstrations: prompts, and what to answer; those of `data.train` when not set."""
     steps: PositiveInt = 100
     """Optimizer updates."""
     batch_size: PositiveInt = 64

@@ -35,6 +35,7 @@ def problems(
     seed: int = 0,
     split: Split = "train",
     style: Style = "plain",
+    flawed: float = 0.0,
 ) -> list[Row]:
     """Distinct problems of two numbers: rows such as `{"prompt": "37+48=", "answer": "85"}`.
 
@@ -46,11 +47,15 @@ def problems(
         seed: of the choice, the order and the split.
         split: `train`, or `eval` for problems that `train` never holds.
         style: `plain` is `37+48=`, `spaced` is `37 + 48 =`, `question` is `What is 37 + 48?`.
+        flawed: share of rows whose answer is one too high, as in demonstrations by somebody careless. Which rows those
+            are follows from the seed.
 
     Raises:
         DataError: an argument is out of its range, or there are fewer distinct problems than `count`.
     """
     _check("split", split, ("train", "eval"))
+    if not 0 <= flawed <= 1:
+        raise DataError(f"flawed is {flawed}", where="flawed", mend="Use a share, 0 to 1.")
     _check("style", style, tuple(_STYLES))
     if not 1 <= digits <= 9:
         raise DataError(f"digits is {digits}", where="digits", mend="Use 1 to 9.")
@@ -65,10 +70,11 @@ def problems(
             where="count",
             mend="Ask for fewer, or raise `digits` or add `operations`.",
         )
+    slips = hashed(np.arange(count, dtype=np.uint64), stream_key(seed, 1)).astype(np.float64) < flawed * 2.0**64
     rows = []
-    for symbol, x, y in zip(op.tolist(), a.tolist(), b.tolist(), strict=True):
+    for symbol, x, y, slip in zip(op.tolist(), a.tolist(), b.tolist(), slips.tolist(), strict=True):
         prompt = _STYLES[style].format(a=x, op=operations[symbol], b=y)
-        rows.append({"prompt": prompt, "answer": str(_result(x, operations[symbol], y))})
+        rows.append({"prompt": prompt, "answer": str(_result(x, operations[symbol], y) + slip)})
     return rows
 
 

@@ -1,0 +1,1 @@
+"""The loops: the only room that joins all others."""

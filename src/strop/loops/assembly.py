@@ -1,0 +1,147 @@
+"""Putting the parts of a run together: model, trainer, engine, collector, publisher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from strop.config.training import OptimizerSettings
+from strop.data.order import Cursor
+from strop.data.prompts import PromptStream
+from strop.loops.prepare import Prepared
+from strop.models.forward import check_forward
+from strop.models.load import Loaded, add_lora, load_model
+from strop.planning.hardware import Sizes, choose_sizes
+from strop.publishing.proof import Probe
+from strop.publishing.shared import SharedPublisher
+from strop.rollout.admission import Admission
+from strop.rollout.collector import Collector
+from strop.rollout.engine import SampleSettings
+from strop.rollout.engines.local import LocalEngine
+from strop.tracking.atomic import replacing
+from strop.training.single import SingleDeviceTrainer
+
+# Differences of log-probabilities that rounding alone can make.
+PROBE_FLOOR = {"float32": 1e-4, "bfloat16": 0.1}
+
+
+@dataclass
+class Roles:
+    """The model in memory and what was chosen for it."""
+
+    loaded: Loaded
+    model: Any
+    sizes: Sizes
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.loaded.tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the output head knows."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+
+def load_roles(prepared: Prepared) -> Roles:
+    """Load or make the model, add its adapters, and show that its packed forward pass is its own."""
+    config, hardware = prepared.config, prepared.hardware
+    loaded = load_model(config.model, device=hardware.device, dtype=hardware.dtype, seed=config.run.seed)
+    check_forward(loaded.model, vocabulary=int(loaded.model.get_output_embeddings().weight.shape[0]))
+    model: Any = loaded.model
+    if config.model.lora is not None:
+        model = add_lora(loaded.model, config.model.lora, config.run.seed)
+    sizes = choose_sizes(config, hardware, model, loaded.context)
+    return Roles(loaded, model, sizes)
+
+
+def make_trainer(
+    prepared: Prepared,
+    roles: Roles,
+    optimizer: OptimizerSettings,
+    *,
+    total_updates: int,
+    reinforcement: bool,
+) -> SingleDeviceTrainer:
+    """The trainer of reinforcement learning, or of the supervised warm-up."""
+    config = prepared.config
+    return SingleDeviceTrainer(
+        roles.model,
+        optimizer,
+        total_updates=total_updates,
+        temperature=config.rollout.temperature if reinforcement else 1.0,
+        budget=roles.sizes.tokens_per_micro_batch,
+        chunk=config.training.logprob_chunk,
+        parts=config.training.mini_batches if reinforcement else 1,
+        epochs=config.training.epochs if reinforcement else 1,
+        reference=reinforcement and prepared.algorithm.needs_reference,
+        recompute=config.model.activation_checkpointing,
+    )
+
+
+def make_engine(prepared: Prepared, roles: Roles) -> LocalEngine:
+    """The engine that shares the trainer's model."""
+    settings = prepared.config.rollout.engine
+    return LocalEngine(
+        roles.model,
+        roles.tokenizer,
+        eos_ids=roles.loaded.eos_ids,
+        seed=prepared.config.run.seed,
+        context=roles.loaded.context,
+        max_sequences=roles.sizes.max_sequences,
+        prefill_tokens=settings.prefill_tokens,
+        pack_weights=None if settings.pack_weights == "auto" else settings.pack_weights,
+    )
+
+
+def make_publisher(roles: Roles, engine: LocalEngine) -> SharedPublisher:
+    dtype = str(next(roles.model.parameters()).dtype).removeprefix("torch.")
+    return SharedPublisher(engine, Probe.make(roles.vocabulary, floor=PROBE_FLOOR[dtype]))
+
+
+def make_stream(prepared: Prepared) -> PromptStream:
+    """Training prompts in the order of the run's seed."""
+    config = prepared.config
+    return PromptStream(
+        prepared.train, Cursor(prepared.train.source, seed=config.run.seed, shuffle=config.data.shuffle)
+    )
+
+
+def make_collector(
+    prepared: Prepared, roles: Roles, engine: LocalEngine, stream: PromptStream, progress: Any
+) -> Collector:
+    rollout = prepared.config.rollout
+    return Collector(
+        engine,
+        prepared.scorer,
+        roles.tokenizer,
+        lambda: stream.next()[0],
+        settings=SampleSettings(rollout.max_new_tokens, rollout.temperature, tuple(rollout.stop)),
+        group_size=rollout.group_size,
+        admission=Admission(rollout.groups_per_step, rollout.max_staleness),
+        progress=progress,
+    )
+
+
+def save_reference(run: Path, roles: Roles) -> None:
+    """Keep the weights that a warm-up made: they are the reference, and no path names them."""
+    folder = run / "checkpoints"
+    folder.mkdir(exist_ok=True)
+    weights = {name: p.detach().contiguous() for name, p in roles.model.named_parameters()}
+    with replacing(folder / "reference.safetensors") as temporary:
+        save_file(weights, temporary)
+
+
+def restore_reference(run: Path, roles: Roles) -> None:
+    """Load what `save_reference` kept, if it did; a trainer made now takes it as its reference."""
+    path = run / "checkpoints" / "reference.safetensors"
+    if not path.exists():
+        return
+    weights = load_file(path)
+    with torch.no_grad():
+        for name, parameter in roles.model.named_parameters():
+            parameter.copy_(weights[name])

@@ -1,0 +1,148 @@
+"""Evaluation: completions of held-out prompts, scored by the run's verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from strop.config import Config
+from strop.config.model import ModelSettings
+from strop.data.prompts import Prompt, PromptDataset
+from strop.errors import UserError
+from strop.rewards.composition import check_errors
+from strop.rewards.protocol import Scorer
+from strop.rollout.collector import reward_of, sample_turn, score_episodes
+from strop.rollout.engine import Engine, SampleSettings
+from strop.rollout.episode import Episode
+
+# Random streams of evaluation never meet those of training, whose first number is a group's.
+STREAM = -1
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over evaluated episodes; those that could not be verified are counted in `errors` and left out.
+
+    accuracy: share that the first verifier calls correct. reward: weighted total. length: tokens of a completion.
+    """
+
+    accuracy: float
+    reward: float
+    length: float
+    episodes: int
+    errors: int
+
+    def metrics(self) -> dict[str, float]:
+        return {"accuracy": self.accuracy, "reward": self.reward, "completion_length": self.length}
+
+
+async def evaluate(
+    engine: Engine,
+    scorer: Scorer,
+    tokenizer: Any,
+    dataset: PromptDataset,
+    settings: SampleSettings,
+    *,
+    prompts: int | None = None,
+    samples: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Scores, list[Episode]]:
+    """Sample and score held-out prompts, in file order.
+
+    Args:
+        prompts: use only the first, so many. samples: completions for each.
+    """
+    chosen = list(islice(dataset, prompts))
+    total, done = len(chosen) * samples, 0
+
+    async def one(number: int, prompt: Prompt) -> list[Episode]:
+        nonlocal done
+        episodes = [Episode(number, sample, dict(prompt.row), prompt.prompt_id) for sample in range(samples)]
+
+        async def roll_out(episode: Episode) -> None:
+            nonlocal done
+            stream = (STREAM, number, episode.sample)
+            await sample_turn(episode, prompt.tokens, engine, tokenizer, settings, stream)
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
+        await asyncio.gather(*(roll_out(episode) for episode in episodes))
+        await score_episodes(episodes, prompt, scorer)
+        return episodes
+
+    groups = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(chosen)))
+    episodes = [episode for group in groups for episode in group]
+    return summarise(episodes), episodes
+
+
+def summarise(episodes: list[Episode]) -> Scores:
+    """Means over episodes."""
+    scored = [e for e in episodes if e.status is not None and e.status.trainable and not math.isnan(e.reward)]
+    judged = [e for e in scored if e.correct is not None]
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values) if values else math.nan
+
+    return Scores(
+        accuracy=mean([float(bool(e.correct)) for e in judged]),
+        reward=mean([e.reward for e in scored]),
+        length=mean([float(e.sampled_tokens()) for e in scored]),
+        episodes=len(scored),
+        errors=len(episodes) - len(scored),
+    )
+
+
+def evaluation_settings(config: Config) -> SampleSettings:
+    """How held-out prompts are sampled."""
+    return SampleSettings(
+        max_new_tokens=config.evaluation.max_new_tokens or config.rollout.max_new_tokens,
+        temperature=config.evaluation.temperature,
+        stop=tuple(config.rollout.stop),
+    )
+
+
+def evaluate_model(config: Config, *, model: str | None = None, prompts: int | None = None) -> Scores:
+    """Score a model on a recipe's held-out prompts, with the recipe's rewards and evaluation settings.
+
+    Args:
+        config: the recipe. model: a model to score instead of the recipe's: a folder, a run, or a name.
+        prompts: use only the first, so many; the recipe's choice when not given.
+
+    Raises:
+        UserError: the recipe has no held-out prompts, or something in it cannot work.
+    """
+    from strop.loops import assembly
+    from strop.loops.prepare import prepare
+
+    if config.data.eval is None:
+        raise UserError("the recipe has no held-out prompts", where="data.eval", mend="add a dataset there")
+    if model is not None:
+        # The run's own model: its adapters are merged, and its warm-up is behind it.
+        settings = ModelSettings(path=model, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
+        config = config.model_copy(update={"model": settings, "warmup": None})
+    prepared = prepare(config)
+    roles = assembly.load_roles(prepared)
+    engine = assembly.make_engine(prepared, roles)
+    assert prepared.held_out is not None
+
+    async def work() -> Scores:
+        scores, episodes = await evaluate(
+            engine,
+            prepared.scorer,
+            roles.tokenizer,
+            prepared.held_out,
+            evaluation_settings(config),
+            prompts=prompts or config.evaluation.prompts,
+            samples=config.evaluation.samples,
+        )
+        check_errors([reward_of(e) for e in episodes], first_step=True, settings=config.rewards)
+        await engine.close()
+        await prepared.scorer.close()
+        return scores
+
+    return asyncio.run(work())

@@ -1,0 +1,110 @@
+"""Which folder a run writes to: a new one, or the newest of its name, at its latest checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from strop.config import Config
+from strop.config.loading import config_hash, differences, load_config, resolved_yaml
+from strop.errors import UserError
+from strop.loops.assembly import Roles
+from strop.loops.prepare import Prepared
+from strop.tracking.display import Display
+from strop.tracking.metrics import MetricsWriter, read_metrics
+from strop.tracking.run_directory import RunDirectory
+from strop.tracking.trackers import open_trackers
+from strop.training.checkpoint import latest_checkpoint, read_state
+
+# What may change when a run goes on: it does not change what the steps compute.
+MAY_CHANGE = ("run.steps", "run.folder", "run.name", "checkpoint.", "tracking.", "evaluation.", "hardware.threads")
+
+
+@dataclass
+class OpenedFolder:
+    """A run's folder, locked by this process, with where to go on from."""
+
+    directory: RunDirectory
+    metrics: MetricsWriter
+    checkpoint: Path | None
+    state: dict[str, Any] = field(default_factory=dict)
+    history: Sequence[Mapping[str, float]] = ()
+
+    def close(self, error: BaseException) -> None:
+        """Give the folder back after something failed."""
+        self.metrics.close()
+        self.directory.__exit__(type(error), error, None)
+
+
+def open_folder(prepared: Prepared, roles: Roles, display: Display, *, fresh: bool, recipe: str | None) -> OpenedFolder:
+    """A new run's folder, or the newest one of its name.
+
+    Raises:
+        UserError: the newest run was trained with a recipe that computes something else, or another process trains it.
+    """
+    config = prepared.config
+    name = run_name(config, recipe)
+    newest = None if fresh else RunDirectory.latest(config.run.folder, name)
+    if newest is None:
+        directory = RunDirectory.create(
+            config.run.folder,
+            name,
+            config_yaml=resolved_yaml(config),
+            config_hash=config_hash(config),
+            steps=config.run.steps,
+            seeds={"run": config.run.seed},
+            data={"train": prepared.train.source.describe(), "fingerprint": prepared.train.source.fingerprint},
+            model={"name": roles.loaded.name, "fingerprint": roles.loaded.fingerprint},
+        )
+        return _opened(directory, config, display, None)
+    check_same(load_config(newest / "config.yaml"), config, newest)
+    directory = RunDirectory.open(newest)
+    try:
+        directory.write_config(resolved_yaml(config), config_hash=config_hash(config), steps=config.run.steps)
+        return _opened(directory, config, display, latest_checkpoint(directory.checkpoints_folder))
+    except BaseException as error:
+        directory.__exit__(type(error), error, None)
+        raise
+
+
+def run_name(config: Config, recipe: str | None) -> str:
+    """`run.name`, else the recipe's file name, else "run"."""
+    return config.run.name or (Path(recipe).stem if recipe else "run")
+
+
+def check_same(saved: Config, config: Config, run: Path) -> None:
+    """Raise UserError if going on with `config` would compute something else than the run did so far."""
+    changed = [
+        (key, old, new)
+        for key, old, new in differences(saved, config)
+        if not any(key == may or (may.endswith(".") and key.startswith(may)) for may in MAY_CHANGE)
+    ]
+    if saved.run.steps != config.run.steps and config.training.optimizer.schedule != "constant":
+        changed.append(("run.steps (the learning rate follows it)", saved.run.steps, config.run.steps))
+    if changed:
+        listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed[:5])
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise UserError(
+            f"the recipe has changed since this run began ({listed}{more})",
+            where=str(run),
+            mend="undo the change to go on with the run, or start a new one with --fresh",
+        )
+
+
+def _opened(directory: RunDirectory, config: Config, display: Display, checkpoint: Path | None) -> OpenedFolder:
+    state = read_state(checkpoint) if checkpoint is not None else {}
+    step = int(state["step"]) if state else None
+    sinks = open_trackers(config.tracking, directory, config=config.model_dump(mode="json"), resumed_at=step)
+    metrics = MetricsWriter(directory.metrics_path, sinks, warn=lambda text: display.message(text, "warning"))
+    if step is None:
+        metrics.truncate_after(0, kind="warmup")
+        metrics.truncate_after(-1)
+    else:
+        metrics.truncate_after(step)
+        for path in directory.episodes_folder.glob("step-*.parquet"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
+    history = [record.metrics for record in read_metrics(directory.metrics_path, kind="train")]
+    return OpenedFolder(directory, metrics, checkpoint, state, history)

@@ -1,0 +1,117 @@
+"""What a step leaves behind: metrics, and episodes token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from strop.algorithms.batch import TokenBatch
+from strop.data.prompts import PromptDataset
+from strop.rollout.episode import Episode, Group, TokenStream
+from strop.tracking.display import Sample
+from strop.tracking.episodes import EpisodeRecord
+
+
+def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str, float]:
+    """Rewards, lengths and failures of a window."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    scored = [e for e in episodes if not math.isnan(e.reward)]
+    rewards = np.asarray([e.reward for e in scored])
+    lengths = np.asarray([e.sampled_tokens() for e in episodes])
+    judged = [float(e.correct) for e in scored if e.correct is not None]
+    metrics = {
+        "reward/mean": _mean(rewards),
+        "reward/std": float(rewards.std()) if len(rewards) else math.nan,
+        "accuracy": _mean(judged),
+        "completion/length_mean": _mean(lengths),
+        "completion/length_max": float(lengths.max()) if len(lengths) else math.nan,
+        "completion/truncated_share": _mean([float(e.status == "length") for e in episodes]),
+        "errors/share": 1 - len(scored) / max(1, len(episodes)),
+        "tokens/sampled": float(lengths.sum()),
+    }
+    for name in sorted({name for e in scored for name in e.components}):
+        metrics[f"reward/{name}"] = _mean([e.components[name] for e in scored if name in e.components])
+    flat = [g for g in groups if len({e.reward for e in g.episodes if not math.isnan(e.reward)}) <= 1]
+    metrics["advantage/zero_share"] = len(flat) / max(1, len(groups))
+    return metrics
+
+
+def episode_records(
+    streams: Sequence[tuple[Episode, TokenStream]],
+    batch: TokenBatch | None,
+    failed: Sequence[Episode],
+    prompts: PromptTexts,
+) -> list[EpisodeRecord]:
+    """One record for each trained stream, in the order of the batch, then those of failed episodes.
+
+    Args:
+        streams: what was trained. batch: made of them, with advantages and the trainer's log-probabilities.
+        failed: episodes that were left out.
+    """
+    records = []
+    edges = [0] if batch is None else np.concatenate([[0], np.cumsum(batch.lengths().numpy())])
+    for number, (episode, stream) in enumerate(streams):
+        record = _record(episode, stream, prompts)
+        if batch is not None and batch.advantages is not None:
+            span = slice(int(edges[number]), int(edges[number + 1]))
+            record.advantages = batch.advantages[span].numpy()
+            record.trainer_logprobs = batch.extra["logprobs"][span].numpy()
+        records.append(record)
+    records += [_record(episode, stream, prompts) for episode in failed for stream in episode.streams()]
+    return records
+
+
+class PromptTexts:
+    """The rendered text of each prompt, for people to read."""
+
+    def __init__(self, dataset: PromptDataset) -> None:
+        self._dataset = dataset
+
+    def text(self, prompt_id: str) -> str:
+        return self._dataset.prompt(int(prompt_id.removeprefix("row-"))).text
+
+    def answer(self, episode: Episode) -> str | None:
+        answer = episode.row.get(self._dataset.source.mapping.answer)
+        return None if answer is None else str(answer)
+
+
+def sample_of(groups: Sequence[Group], prompts: PromptTexts, step: int) -> Sample | None:
+    """A completion to show; another place in the window at each step."""
+    episodes = [e for group in groups for e in group.episodes if not math.isnan(e.reward)]
+    if not episodes:
+        return None
+    chosen = episodes[step * 7919 % len(episodes)]
+    return Sample(
+        prompt=prompts.text(chosen.prompt_id),
+        completion=chosen.completion,
+        reward=chosen.reward,
+        correct=chosen.correct,
+        answer=prompts.answer(chosen),
+    )
+
+
+def _record(episode: Episode, stream: TokenStream, prompts: PromptTexts) -> EpisodeRecord:
+    return EpisodeRecord(
+        group=episode.group,
+        sample=episode.sample,
+        prompt_id=episode.prompt_id,
+        prompt_text=prompts.text(episode.prompt_id),
+        completion_text=episode.completion,
+        answer=prompts.answer(episode),
+        status=str(episode.status),
+        reward=episode.reward,
+        correct=episode.correct,
+        tokens=stream.tokens,
+        loss_mask=stream.loss_mask,
+        sampler_logprobs=stream.logprobs,
+        versions=stream.versions,
+        components=episode.components,
+        detail=episode.detail,
+        row=episode.row,
+    )
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else math.nan
