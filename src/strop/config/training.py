@@ -41,7 +41,8 @@ class TrainingSettings(StrictModel):
     epochs: PositiveInt = 1
     """Passes over the step's episodes."""
     tokens_per_micro_batch: PositiveInt | Auto = "auto"
-    """Tokens in one forward and backward pass; `auto` is chosen from the memory. Results do not depend on it."""
+    """Tokens in one forward and backward pass; `auto` is chosen from the memory. Results do not depend on it. A longer
+    sequence gets a pass of its own."""
     logprob_chunk: PositiveInt = 512
     """Tokens whose logits exist at the same time."""
 

@@ -55,7 +55,7 @@ def load_roles(prepared: Prepared) -> Roles:
     model: Any = loaded.model
     if config.model.lora is not None:
         model = add_lora(loaded.model, config.model.lora, config.run.seed)
-    sizes = choose_sizes(config, hardware, model, loaded.context)
+    sizes = choose_sizes(config, hardware, model, min(prepared.longest, loaded.context))
     return Roles(loaded, model, sizes)
 
 

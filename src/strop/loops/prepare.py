@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """A recipe whose parts have all been found and fit together."""
+    """A recipe whose parts have all been found and fit together. longest: tokens of the longest sequence expected."""
 
     config: Config
     hardware: Hardware
@@ -28,6 +28,7 @@ class Prepared:
     held_out: PromptDataset | None
     scorer: Scorer
     algorithm: Algorithm
+    longest: int
 
 
 def prepare(config: Config) -> Prepared:
@@ -49,18 +50,20 @@ def prepare(config: Config) -> Prepared:
     hardware = choose_hardware(config)
     facts = inspect_model(config.model)
     longest = _longest_prompt(config, facts.context)
-    train = _dataset(config, config.data.train, facts.tokenizer, longest, "data.train")
+    train, expected = _dataset(config, config.data.train, facts.tokenizer, longest, "data.train")
     shown = train
     if config.warmup is not None:
         from strop.loops.supervised import check_answers
 
         if config.warmup.data is not None:
-            shown = _dataset(config, config.warmup.data, facts.tokenizer, longest, "warmup.data")
+            shown, _ = _dataset(config, config.warmup.data, facts.tokenizer, longest, "warmup.data")
         check_answers(shown, facts.tokenizer)
     held_out = None
     if config.data.eval is not None:
-        held_out = _dataset(config, config.data.eval, facts.tokenizer, longest, "data.eval")
-    return Prepared(config, hardware, facts, train, shown, held_out, scorer, algorithm)
+        held_out, _ = _dataset(config, config.data.eval, facts.tokenizer, longest, "data.eval")
+    return Prepared(
+        config, hardware, facts, train, shown, held_out, scorer, algorithm, expected + config.rollout.max_new_tokens
+    )
 
 
 def make_algorithm(config: Config) -> Algorithm:
@@ -130,7 +133,8 @@ def _longest_prompt(config: Config, context: int) -> int:
     return asked
 
 
-def _dataset(config: Config, settings: Any, tokenizer: Any, longest: int, key: str) -> PromptDataset:
+def _dataset(config: Config, settings: Any, tokenizer: Any, longest: int, key: str) -> tuple[PromptDataset, int]:
+    """The prompts of a source, checked, and the tokens of the longest one that is expected."""
     from strop.data.prompts import PromptDataset
     from strop.data.sources import open_source
 
@@ -142,4 +146,5 @@ def _dataset(config: Config, settings: Any, tokenizer: Any, longest: int, key: s
             where=f"{key}: {checked.unknown_at}",
             mend="add them to model.create.characters",
         )
-    return dataset
+    # Of a long source only the beginning was looked at; allow the rest to be twice as long.
+    return dataset, checked.longest if checked.rows == checked.of else min(2 * checked.longest, longest)

@@ -94,11 +94,12 @@ def activation_bytes(model_config: Any, *, item: int, recompute: bool) -> int:
     return int(layers * item * (16 * hidden + 5 * inner))
 
 
-def choose_sizes(config: Config, hardware: Hardware, model: Any, context: int) -> Sizes:
+def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -> Sizes:
     """Sizes of passes and batches.
 
     Args:
-        model: the loaded model (its config and its number of parameters are read). context: longest sequence.
+        model: the loaded model, whose config is read. longest: tokens of the longest sequence that is expected; a
+            longer one is still sampled, and trained in a pass of its own.
     """
     text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     item = hardware.dtype.itemsize
@@ -109,18 +110,12 @@ def choose_sizes(config: Config, hardware: Hardware, model: Any, context: int) -
         fits = int(hardware.memory * 0.25 / each)
         most = 16384 if hardware.device.type == "cuda" else 4096
         budget = max(min(fits, most) // 256 * 256, 256)
-        budget = max(budget, min(context, _longest(config, context)))
         reasons.append(f"{budget} tokens in a micro-batch ({each / 1024:.0f} KiB of activations a token)")
     rows = config.rollout.engine.max_sequences
     if rows == "auto":
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        cached = 2 * text.num_hidden_layers * heads * size * item * _longest(config, context)
+        cached = 2 * text.num_hidden_layers * heads * size * item * longest
         rows = max(1, min(256, int(hardware.memory * 0.25 / cached)))
         reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
     return Sizes(budget, rows, tuple(reasons))
-
-
-def _longest(config: Config, context: int) -> int:
-    prompt = config.data.max_prompt_tokens
-    return context if prompt == "auto" else min(context, prompt + config.rollout.max_new_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -38,7 +39,9 @@ class Probe:
     @classmethod
     def make(cls, vocabulary: int, *, floor: float, length: int = 24) -> Probe:
         """One sequence that walks through the whole vocabulary, so that many rows of the embedding are touched."""
-        step = max(1, vocabulary // length) | 1
+        step = max(1, vocabulary // length)
+        while math.gcd(step, vocabulary) > 1:  # or a small vocabulary would be walked in a circle
+            step += 1
         return cls([[(1 + at * step) % vocabulary for at in range(length)]], floor)
 
     async def prove(self, trainer: Scorer, engine: Engine, *, version: int) -> float:

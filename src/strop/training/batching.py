@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.batch import TokenBatch
-from strop.errors import RunFailure
 from strop.models.forward import PackedInputs, packed_inputs
 from strop.models.layout import pack
 
@@ -87,8 +86,7 @@ def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
 def micro_batches(batch: TokenBatch, budget: int, device: torch.device) -> list[MicroBatch]:
     """Cut a mini-batch into passes of at most `budget` packed tokens; what a group's streams share is counted once.
 
-    Raises:
-        RunFailure: one sequence alone is longer than the budget.
+    A sequence that alone is longer than the budget gets a pass of its own: nothing is cut or left out.
     """
     lengths = batch.lengths().tolist()
     edges = np.concatenate([[0], np.cumsum(lengths)])
@@ -109,11 +107,6 @@ def micro_batches(batch: TokenBatch, budget: int, device: torch.device) -> list[
     chosen: list[list[int]] = []
     used = 0
     for at, length in enumerate(lengths):
-        if length > budget:
-            raise RunFailure(
-                f"a sequence of {length} tokens is longer than training.tokens_per_micro_batch ({budget})",
-                mend="raise training.tokens_per_micro_batch, or lower rollout.max_new_tokens",
-            )
         cost = length - heads[at] if alike[at] else length
         if not chosen or used + cost > budget:
             chosen.append([])
@@ -133,9 +126,7 @@ def _micro_batch(
     device: torch.device,
 ) -> MicroBatch:
     # alike[at]: the stream shares its prompt with the one before it.
-    shared = [
-        heads[at] if (at > part[0] and alike[at]) or (at < part[-1] and alike[at + 1]) else 0 for at in part
-    ]
+    shared = [heads[at] if (at > part[0] and alike[at]) or (at < part[-1] and alike[at + 1]) else 0 for at in part]
     packed = pack([streams[at] for at in part], shared)
     sequences = torch.tensor(part)
     cut = batch.select(sequences).to(device)

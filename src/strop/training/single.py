@@ -95,11 +95,11 @@ class SingleDeviceTrainer:
         totals = _Totals()
         seen: list[tuple[Tensor, Tensor]] = []
         for epoch in range(self._epochs):
-            for number, part in enumerate(mini_batches(batch, self._parts)):
+            for part in mini_batches(batch, self._parts):
                 cut = batch.select(part)
                 if not bool(cut.loss_mask.any()):
                     continue
-                for sequences, values in self._mini_batch(cut, objective, totals, first=epoch == number == 0):
+                for sequences, values in self._mini_batch(cut, objective, totals, first=not totals.norms):
                     if epoch == 0:
                         seen.append((self._places(batch, part[sequences]), values))
         batch.extra["logprobs"] = torch.zeros(batch.input_ids.shape[0])

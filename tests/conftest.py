@@ -1,0 +1,62 @@
+"""Tiny models with random weights, shared by the tests of sampling and training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+CHARACTERS = "0123456789+-*/=() ?abcdefghijklmnopqrstuvwxyz"
+
+
+@cache
+def _tokenizer() -> Any:
+    from strop.config.model import NewModel
+    from strop.models.create import create_tokenizer
+
+    return create_tokenizer(NewModel(characters=CHARACTERS, context=512))
+
+
+@cache
+def _model(family: str) -> Any:
+    import torch
+    import transformers
+
+    shape: dict[str, Any] = {**SHAPE, "vocab_size": len(_tokenizer())}
+    capped = {"sliding_window": 5, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
+    torch.manual_seed(0)
+    make: dict[str, Callable[[], Any]] = {
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)),
+        "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape, head_dim=8)),
+        "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, head_dim=8, **capped)),
+    }
+    model = make[family]().eval()
+    # Larger than a default initialisation, so that context and temperature matter to what is drawn.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., Any]:
+    """`tiny_model("llama" | "qwen3" | "gemma2")`: a model of one's own, 2 blocks of width 32, in eval mode."""
+    return lambda family="llama": copy.deepcopy(_model(family))
+
+
+@pytest.fixture(scope="session")
+def character_tokenizer() -> Any:
+    """The tokenizer that goes with `tiny_model`: one token a character; `<pad>` 0, `<eos>` 1, `<unk>` 2."""
+    return _tokenizer()

@@ -1,0 +1,163 @@
+"""What `auto` becomes: within bounds, the same on the same machine, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.config import Config
+from strop.errors import UserError
+from strop.planning import hardware
+from strop.planning.hardware import GIB, Hardware, activation_bytes, choose_hardware, choose_sizes
+
+
+def config_of(**sections: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"create": {}},
+            "data": {"train": {"path": "train.jsonl"}},
+            "rewards": {"verifiers": [{"kind": "exact"}]},
+            **sections,
+        }
+    )
+
+
+class Shape:
+    """The configuration of a Llama-shaped model, and a model that has it."""
+
+    def __init__(self, layers: int = 30, hidden: int = 576, heads: int = 9, shared: int = 3, inner: int = 1536) -> None:
+        self.num_hidden_layers, self.hidden_size = layers, hidden
+        self.num_attention_heads, self.num_key_value_heads, self.intermediate_size = heads, shared, inner
+
+    @property
+    def config(self) -> Shape:
+        return self
+
+
+def machine(memory: float = 16, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Hardware:
+    return Hardware(torch.device(device), dtype, 2, int(memory * GIB), ())
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for device in ("cuda", "mps"):
+        with pytest.raises(UserError, match=f"no {device} device") as caught:
+            choose_hardware(config_of(hardware={"device": device}))
+        assert caught.value.where == "hardware.device"
+        assert caught.value.exit_code == 2
+    with pytest.raises(ValueError, match="device"):
+        config_of(hardware={"device": "tpu"})
+    chosen = choose_hardware(config_of())
+    assert (chosen.device.type, chosen.dtype) == ("cpu", torch.float32)
+
+
+def test_what_is_asked_for_is_taken() -> None:
+    chosen = choose_hardware(
+        config_of(hardware={"device": "cpu", "threads": 3}, model={"create": {}, "dtype": "bfloat16"})
+    )
+    assert chosen.threads == 3
+    assert chosen.dtype == torch.bfloat16
+    assert chosen.memory > 0
+    assert "cpu" in chosen.reasons[0]
+    assert "bfloat16" in chosen.reasons[0]
+
+
+def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    class Memory:
+        total = 64 * GIB
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory)
+    limits = {"/sys/fs/cgroup/memory.max": "max\n"}
+
+    def fake(path: str, **_: Any) -> Any:
+        import io
+
+        if path not in limits:
+            raise FileNotFoundError(path)
+        return io.StringIO(limits[path])
+
+    monkeypatch.setattr(hardware, "open", fake, raising=False)
+    assert hardware._machine_memory(psutil) == 64 * GIB
+    limits["/sys/fs/cgroup/memory.max"] = f"{8 * GIB}\n"
+    assert hardware._machine_memory(psutil) == 8 * GIB
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.floats(0.25, 2000),
+    st.sampled_from(["cpu", "cuda"]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 100),
+    st.sampled_from([64, 576, 2048, 8192]),
+    st.sampled_from([1, 400, 4096, 131_072]),
+    st.booleans(),
+)
+def test_sizes_stay_within_bounds(
+    memory: float, device: str, dtype: torch.dtype, layers: int, hidden: int, longest: int, recompute: bool
+) -> None:
+    config = config_of(model={"create": {}, "activation_checkpointing": recompute})
+    shape = Shape(layers=layers, hidden=hidden, heads=8, shared=2, inner=3 * hidden)
+    chosen = machine(memory, device, dtype)
+    sizes = choose_sizes(config, chosen, shape, longest)
+    most = 16384 if device == "cuda" else 4096
+    # The longest sequence that is expected fits a pass, beside others where the memory allows.
+    assert max(256, longest) <= sizes.tokens_per_micro_batch <= max(most, longest)
+    assert 1 <= sizes.max_sequences <= 256
+    assert len(sizes.reasons) == 2
+    # Choices follow the memory: a quarter of it each, unless a least size asks for more.
+    each = activation_bytes(shape, item=dtype.itemsize, recompute=recompute)
+    if sizes.tokens_per_micro_batch > max(256, longest):
+        assert each * sizes.tokens_per_micro_batch <= 0.25 * chosen.memory
+    if sizes.tokens_per_micro_batch < most:
+        assert each * (sizes.tokens_per_micro_batch + 256) > 0.25 * chosen.memory
+    cached = 2 * layers * 2 * (hidden // 8) * dtype.itemsize * longest
+    if sizes.max_sequences > 1:
+        assert cached * sizes.max_sequences <= 0.25 * chosen.memory
+    if sizes.max_sequences < 256:
+        assert cached * (sizes.max_sequences + 1) > 0.25 * chosen.memory
+    # The same machine chooses the same again, which resuming bit for bit needs.
+    assert sizes == choose_sizes(config, chosen, shape, longest)
+
+
+def test_what_a_recipe_says_is_left_as_it_is() -> None:
+    config = config_of(training={"tokens_per_micro_batch": 77}, rollout={"engine": {"max_sequences": 3}})
+    sizes = choose_sizes(config, machine(), Shape(), 2048)
+    assert (sizes.tokens_per_micro_batch, sizes.max_sequences, sizes.reasons) == (77, 3, ())
+
+
+def test_recomputing_keeps_less() -> None:
+    kept, recomputed = (activation_bytes(Shape(), item=4, recompute=r) for r in (False, True))
+    assert recomputed * 10 < kept
+    assert activation_bytes(Shape(), item=2, recompute=False) * 2 == kept
+
+
+def test_activations_are_counted_right_within_a_third(tiny_model: Any) -> None:
+    """The bytes that autograd really keeps for a token of a real model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape)
+    tokens, held = 256, {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).last_hidden_state
+    each = sum(held.values()) / tokens
+    assert out.requires_grad
+    assert each == pytest.approx(activation_bytes(shape, item=4, recompute=False), rel=1 / 3)

@@ -1,0 +1,180 @@
+"""The single writer: whatever is appended, streams hold exactly what was sampled, once (promise P3)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.rollout.episode import Episode, Status
+
+TOKENS = st.lists(st.integers(0, 50_000), max_size=5)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Episode:
+    """An episode of random turns, each hung below any earlier one."""
+    episode = Episode(0, 0)
+    root = episode.append_prompt(draw(st.lists(st.integers(0, 99), min_size=1, max_size=4)))
+    turns = [root]
+    for _ in range(draw(st.integers(0, 8))):
+        parent = draw(st.sampled_from(turns))
+        kind = draw(st.sampled_from(["sampled", "observation", "prompt"]))
+        tokens = draw(TOKENS)
+        if kind == "sampled":
+            logprobs = draw(st.lists(st.floats(-50, 0), min_size=len(tokens), max_size=len(tokens)))
+            versions = draw(st.lists(st.integers(0, 9), min_size=len(tokens), max_size=len(tokens)))
+            turns.append(episode.append_sampled(tokens, logprobs, versions, parent=parent, finish="stop"))
+        elif kind == "observation":
+            turns.append(episode.append_observation(tokens, parent=parent))
+        else:
+            turns.append(episode.append_prompt(tokens, parent=parent))
+    return episode
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees())
+def test_each_sampled_token_is_trained_in_exactly_one_stream(episode: Episode) -> None:
+    streams = episode.streams()
+    assert sum(int(s.loss_mask.sum()) for s in streams) == episode.sampled_tokens()
+    leaves = [n for n in range(len(episode.turns)) if n not in {t.parent for t in episode.turns}]
+    assert [s.turns[-1] for s in streams] == leaves
+    trained: dict[int, int] = {}
+    for stream in streams:
+        size = len(stream.tokens)
+        assert stream.loss_mask.shape == stream.logprobs.shape == stream.versions.shape == (size,)
+        assert stream.tokens.dtype == np.int64
+        assert stream.logprobs.dtype == np.float32
+        assert stream.versions.dtype == np.int32
+        assert (np.isnan(stream.logprobs) == ~stream.loss_mask).all()
+        assert ((stream.versions == -1) == ~stream.loss_mask).all()
+        # The path is connected, and the stream is the turns on it end to end, unchanged.
+        assert episode.turns[stream.turns[0]].parent is None
+        start = 0
+        for above, turn_id in zip((None, *stream.turns), stream.turns, strict=False):
+            turn = episode.turns[turn_id]
+            assert turn.parent == above
+            span = slice(start, start + len(turn.tokens))
+            start = span.stop
+            assert (stream.tokens[span] == turn.tokens).all()
+            mask = stream.loss_mask[span]
+            assert not len(mask) or mask.all() or not mask.any()
+            if mask.any():
+                assert turn.sampled
+                trained[turn_id] = trained.get(turn_id, 0) + 1
+                assert (stream.logprobs[span] == turn.logprobs).all()
+                assert (stream.versions[span] == turn.versions).all()
+        assert start == size
+    assert trained == {n: 1 for n, t in enumerate(episode.turns) if t.sampled and len(t.tokens)}
+
+
+def episode_with_prompt() -> tuple[Episode, int]:
+    episode = Episode(0, 0)
+    return episode, episode.append_prompt([1, 2])
+
+
+def sampled(episode: Episode, parent: int, **changes: Any) -> int:
+    given_: dict[str, Any] = {"tokens": [5, 6], "logprobs": [-1.0, -2.0], "versions": [0, 0], **changes}
+    return episode.append_sampled(
+        given_["tokens"], given_["logprobs"], given_["versions"], parent=parent, finish="stop"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": [-1.0]},
+        {"versions": [0]},
+        {"tokens": [5]},
+        {"logprobs": [-1.0, None]},
+        {"logprobs": [math.nan, -1.0]},
+        {"logprobs": [-1.0, 0.5]},
+        {"logprobs": [-1.0, -math.inf]},
+        {"versions": [0, -1]},
+        {"tokens": [5, -1]},
+        {"tokens": [[5], [6]]},
+    ],
+    ids=str,
+)
+def test_the_writer_refuses_what_is_not_one_logprob_and_version_a_token(changes: dict[str, Any]) -> None:
+    episode, prompt = episode_with_prompt()
+    with pytest.raises(ValueError):
+        sampled(episode, prompt, **changes)
+    assert len(episode.turns) == 1, "a refused turn must leave nothing behind"
+    sampled(episode, prompt)
+
+
+def test_rounding_above_zero_is_taken_for_zero() -> None:
+    episode, prompt = episode_with_prompt()
+    sampled(episode, prompt, logprobs=[3e-7, -1.0])
+    assert episode.streams()[0].logprobs[2] == 0.0
+
+
+def test_nothing_is_appended_after_the_end() -> None:
+    episode, prompt = episode_with_prompt()
+    sampled(episode, prompt)
+    episode.status = Status.STOP
+    for append in (
+        lambda: sampled(episode, prompt),
+        lambda: episode.append_observation([1], parent=prompt),
+        lambda: episode.append_prompt([1], parent=prompt),
+    ):
+        with pytest.raises(ValueError, match="ended"):
+            append()
+    assert len(episode.turns) == 2
+
+
+def test_the_tree_has_one_root_and_no_gaps() -> None:
+    episode, _ = episode_with_prompt()
+    with pytest.raises(ValueError, match="first turn"):
+        episode.append_prompt([3])
+    for parent in (1, 7, -1):
+        with pytest.raises(ValueError, match="does not exist"):
+            episode.append_observation([3], parent=parent)
+    with pytest.raises(ValueError, match="append_sampled"):
+        episode.append_observation([3], parent=0, role="assistant")
+
+
+def test_what_was_written_cannot_be_edited() -> None:
+    episode, prompt = episode_with_prompt()
+    sampled(episode, prompt)
+    for turn in episode.turns:
+        for array in (turn.tokens, turn.logprobs, turn.versions):
+            if len(array):
+                with pytest.raises(ValueError, match="read-only"):
+                    array[0] = 9
+    # A stream is a copy: what a reader does to it stays with the reader.
+    episode.streams()[0].tokens[:] = 0
+    assert episode.streams()[0].tokens.tolist() == [1, 2, 5, 6]
+
+
+def test_what_the_caller_does_to_its_arrays_does_not_reach_the_episode() -> None:
+    episode, prompt = episode_with_prompt()
+    buffer = np.asarray([5, 6, 7, 8], dtype=np.int64)
+    versions = np.asarray([1, 2, 0, 0], dtype=np.int32)
+    logprobs = np.asarray([-1.0, -2.0, 0.0, 0.0], dtype=np.float32)
+    sampled(episode, prompt, tokens=buffer[:2], logprobs=logprobs[:2], versions=versions[:2])
+    buffer[:] = 0
+    versions[:] = 9
+    logprobs[:] = -9
+    stream = episode.streams()[0]
+    assert stream.tokens.tolist() == [1, 2, 5, 6]
+    assert stream.versions.tolist() == [-1, -1, 1, 2]
+    assert stream.logprobs[2:].tolist() == [-1.0, -2.0]
+
+
+def test_the_end_token_that_was_sampled_is_trained_even_where_it_pads() -> None:
+    end = 0
+    episode = Episode(0, 0)
+    prompt = episode.append_prompt([end, end, 4])
+    sampled(episode, prompt, tokens=[4, end])
+    assert episode.streams()[0].loss_mask.tolist() == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize(("status", "trainable"), [(s, s in ("stop", "length")) for s in Status])
+def test_an_error_is_never_trainable(status: Status, trainable: bool) -> None:
+    assert status.trainable == trainable
