@@ -1,4 +1,4 @@
-"""Packed equals unpacked: log-probabilities and gradients of packed, shared and padded streams, for several families."""
+"""Packed equals unpacked: log-probabilities and gradients of packed and shared streams, for several families."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _inverse(index: np.ndarray, used: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For a gather by `index` of which only the places `used` matter: rows by how often they were gathered, and where."""
+    """For a gather by `index` whose places `used` matter: rows by how often they were gathered, and where."""
     places = np.flatnonzero(used)
     rows = index[places]
     order = np.argsort(rows, kind="stable")

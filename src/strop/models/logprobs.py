@@ -59,17 +59,21 @@ class _LinearLogprobs(torch.autograd.Function):
             lse = torch.logsumexp(logits, -1)
             normalizer[span] = lse
             logprobs[span] = logits.gather(1, targets[span, None]).squeeze(1) - lse
-            if head.entropy == "none" and unit is None:
-                continue
-            # Shifted first: products of unshifted logits would lose digits of a small entropy.
-            log_p = logits.sub_(lse[:, None])
-            probabilities = torch.exp(log_p)
-            if head.entropy != "none":
-                entropy[span] = -log_p.mul_(probabilities).sum(-1)
-            if unit is not None:
-                grad = probabilities.neg_()
-                grad.scatter_add_(1, targets[span, None], torch.ones_like(lse[:, None]))
-                torch.mm(grad.div_(head.temperature).to(hidden.dtype), weight, out=unit[span])
+            if head.entropy != "none" or unit is not None:
+                # Shifted first: products of unshifted logits would lose digits of a small entropy.
+                log_p = logits.sub_(lse[:, None])
+                probabilities = torch.exp(log_p)
+                if head.entropy != "none":
+                    entropy[span] = -log_p.mul_(probabilities).sum(-1)
+                del log_p, logits
+                if unit is not None:
+                    grad = probabilities.neg_()
+                    grad.scatter_add_(1, targets[span, None], torch.ones_like(lse[:, None]))
+                    torch.mm(grad.div_(head.temperature).to(hidden.dtype), weight, out=unit[span])
+                    del grad
+                del probabilities
+            # A chunk that is still held when the next one is made would double the peak.
+            logits = None  # type: ignore[assignment]
         if unit is not None:
             ctx.save_for_backward(unit)
         else:
@@ -116,6 +120,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     grad_weight += grad.t() @ x
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
+            del logits, log_p, bend, grad
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

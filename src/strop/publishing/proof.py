@@ -14,6 +14,8 @@ from strop.rollout.engine import Engine
 
 # Times the largest difference seen while both sides certainly hold the same weights.
 MARGIN = 10.0
+# Two ways of computing that differ by more than this, in nats, do not compute the same model.
+MOST = 1.0
 
 
 class Scorer(Protocol):
@@ -58,7 +60,7 @@ class Probe:
         gaps = [np.abs(a[1:] - b[1:]) for a, b in zip(mine, theirs, strict=True)]
         worst = float(max(gap.max() for gap in gaps))
         if self.tolerance is None:
-            self.tolerance = max(self.floor, MARGIN * worst) if worst <= 100 * self.floor else self.floor
+            self.tolerance = min(max(self.floor, MARGIN * worst), MOST) if worst <= 100 * self.floor else self.floor
         if not worst <= self.tolerance:
             raise RunFailure(
                 f"the engine does not serve the weights of version {version}: log-probabilities of the probe differ "

@@ -72,14 +72,13 @@ class Collector:
         Raises:
             Whatever an engine or verifier raised; the other groups are then cancelled.
         """
-        for number in self.admission.admit(step):
-            prompt = self._next_prompt()
-            self._tasks[number] = asyncio.get_running_loop().create_task(self._group(number, prompt))
         first = step * self.admission.groups_per_step
-        wanted = [self._tasks[n] for n in range(first, first + self.admission.groups_per_step)]
         self._completions = 0
         try:
-            groups = await asyncio.gather(*wanted)
+            for number in self.admission.admit(step):
+                prompt = self._next_prompt()
+                self._tasks[number] = asyncio.get_running_loop().create_task(self._group(number, prompt))
+            groups = await asyncio.gather(*(self._tasks[first + n] for n in range(self.admission.groups_per_step)))
         except BaseException:
             await self.close()
             raise

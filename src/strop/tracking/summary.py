@@ -13,7 +13,7 @@ from strop.tracking.text import one_line, show_duration, show_metric, show_numbe
 if TYPE_CHECKING:
     from rich.console import Console
 
-LABEL_WIDTH = 13
+LABEL_WIDTH = 18
 
 
 def print_summary(console: Console, summary: Summary) -> None:

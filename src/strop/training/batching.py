@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.batch import TokenBatch
 from strop.models.forward import PackedInputs, packed_inputs
-from strop.models.layout import pack
+from strop.models.layout import LEAST_SHARED, common_prefix, pack
 
 
 class Stream(Protocol):
@@ -84,36 +84,32 @@ def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
 
 
 def micro_batches(batch: TokenBatch, budget: int, device: torch.device) -> list[MicroBatch]:
-    """Cut a mini-batch into passes of at most `budget` packed tokens; what a group's streams share is counted once.
+    """Cut a mini-batch into passes of at most `budget` packed tokens; what streams begin with alike is counted once.
 
     A sequence that alone is longer than the budget gets a pass of its own: nothing is cut or left out.
     """
-    lengths = batch.lengths().tolist()
-    edges = np.concatenate([[0], np.cumsum(lengths)])
+    edges = np.concatenate([[0], np.cumsum(batch.lengths().numpy())])
     ids, mask = batch.input_ids.numpy(), batch.loss_mask.numpy()
-    groups = batch.group_ids.tolist()
     streams = [ids[a:b] for a, b in pairwise(edges)]
     masks = [mask[a:b] for a, b in pairwise(edges)]
-    # The prompt: everything before the first trained token. It is shared only with neighbours of the same group.
+    # The prompt: everything before the first trained token. Prompts are shared as far as their tokens are equal.
     heads = [int(np.argmax(m)) if m.any() else 0 for m in masks]
-    # Equal tokens too: the branches of a rewritten conversation may be equally long and begin differently.
-    alike = [
-        at > 0
-        and groups[at - 1] == groups[at]
-        and heads[at - 1] == head > 0
-        and np.array_equal(streams[at - 1][:head], streams[at][:head])
-        for at, head in enumerate(heads)
-    ]
     chosen: list[list[int]] = []
     used = 0
-    for at, length in enumerate(lengths):
-        cost = length - heads[at] if alike[at] else length
-        if not chosen or used + cost > budget:
+    for at, stream in enumerate(streams):
+        if chosen:
+            before = chosen[-1][-1]
+            common = common_prefix(stream[: heads[at]], streams[before][: heads[before]])
+            # An upper bound; near the end of the budget the packed row itself is counted.
+            used += len(stream) - max(0, common - LEAST_SHARED + 1)
+            if used > budget:
+                part = [*chosen[-1], at]
+                used = len(pack([streams[i] for i in part], [heads[i] for i in part]).layout.input_ids)
+        if not chosen or used > budget:
             chosen.append([])
-            used, cost = 0, length
+            used = len(stream)
         chosen[-1].append(at)
-        used += cost
-    return [_micro_batch(batch, part, streams, masks, heads, alike, device) for part in chosen]
+    return [_micro_batch(batch, part, streams, masks, heads, device) for part in chosen]
 
 
 def _micro_batch(
@@ -122,12 +118,9 @@ def _micro_batch(
     streams: list[np.ndarray],
     masks: list[np.ndarray],
     heads: list[int],
-    alike: list[bool],
     device: torch.device,
 ) -> MicroBatch:
-    # alike[at]: the stream shares its prompt with the one before it.
-    shared = [heads[at] if (at > part[0] and alike[at]) or (at < part[-1] and alike[at + 1]) else 0 for at in part]
-    packed = pack([streams[at] for at in part], shared)
+    packed = pack([streams[at] for at in part], [heads[at] for at in part])
     sequences = torch.tensor(part)
     cut = batch.select(sequences).to(device)
     return MicroBatch(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.config.training import OptimizerSettings
+from strop.errors import RunFailure
 from strop.training.schedule import learning_rate
 
 
@@ -58,10 +59,20 @@ class MasterOptimizer:
             parameter.grad = None
 
     def step(self) -> dict[str, Tensor | float]:
-        """Clip, update, round to the parameters. Returns the norm before clipping (a tensor) and the learning rate."""
+        """Clip, update, round to the parameters. Returns the norm before clipping (a tensor) and the learning rate.
+
+        Raises:
+            RunFailure: the gradient is not finite; nothing was changed.
+        """
         with torch.no_grad():
             grads = [m.grad for m in self.masters.values() if m.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads)
+            if not bool(torch.isfinite(norm)):
+                self.zero_grad()
+                raise RunFailure(
+                    f"the gradient of update {self.updates} is not finite (norm {float(norm)})",
+                    mend="lower the learning rate; the weights are those from before this update",
+                )
             if self.settings.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
             rate = learning_rate(self.settings, self.updates, self.total)

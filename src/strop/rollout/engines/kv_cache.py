@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from strop.errors import ModelError
 from strop.models.attention import PackedAttention, Scores, scored_attention
-from strop.models.layout import Layout
+from strop.models.layout import PackedStreams
 
 GROW = 128
 
@@ -70,18 +70,26 @@ class Prefill(PackedAttention):
     rows[i]: the rows that get a copy of prompt i.
     """
 
-    def __init__(self, layout: Layout, cache: KVCache, rows: Sequence[Sequence[int]], device: torch.device) -> None:
-        super().__init__(layout, device)
+    def __init__(
+        self, packed: PackedStreams, cache: KVCache, rows: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        super().__init__(packed.layout, device)
         self._cache = cache
+        through: list[list[int]] = [[] for _ in packed.layout.segments]
+        for path, chosen in zip(packed.paths, rows, strict=True):
+            for segment in path:
+                through[segment].extend(chosen)
+        # Where each segment lies in the packed row, where it begins in a sequence, and the rows that hold it.
         self._targets = [
-            (segment.start, segment.length, list(chosen)) for segment, chosen in zip(layout.segments, rows, strict=True)
+            (segment.start, segment.length, int(packed.layout.position_ids[segment.start]), held)
+            for segment, held in zip(packed.layout.segments, through, strict=True)
         ]
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         keys, values = self._cache.layer(layer, key, value)
-        for start, length, rows in self._targets:
-            keys[rows, :, :length] = key[:, :, start : start + length]
-            values[rows, :, :length] = value[:, :, start : start + length]
+        for start, length, first, rows in self._targets:
+            keys[rows, :, first : first + length] = key[:, :, start : start + length]
+            values[rows, :, first : first + length] = value[:, :, start : start + length]
         return super().attend(layer, query, key, value, scores)
 
 

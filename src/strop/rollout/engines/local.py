@@ -131,7 +131,8 @@ class LocalEngine:
                     logits = self._logits(hidden[inputs.predictors[span]]) / temperature
                     picked = logits.gather(1, inputs.targets[span, None])[:, 0]
                     flat.append(picked - torch.logsumexp(logits, -1))
-        pieces = np.split(torch.cat(flat).cpu().numpy(), np.cumsum([len(s) - 1 for s in streams])[:-1])
+        scores = torch.cat(flat).cpu().numpy() if flat else np.zeros(0, np.float32)
+        pieces = np.split(scores, np.cumsum([len(s) - 1 for s in streams])[:-1])
         return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
 
     async def update_weights(self, update: WeightUpdate) -> int:
@@ -243,8 +244,9 @@ class LocalEngine:
                 for row in rows:
                     cache.copy(held[prompt], row, len(prompt))
         if fresh:
-            packed = pack([np.asarray(prompt, dtype=np.int64) for prompt in fresh])
-            plan = Prefill(packed.layout, cache, list(fresh.values()), self._device)
+            prompts = [np.asarray(prompt, dtype=np.int64) for prompt in fresh]
+            packed = pack(prompts, [len(prompt) - 1 for prompt in prompts])
+            plan = Prefill(packed, cache, list(fresh.values()), self._device)
             hidden = self._hidden(packed.layout.input_ids, packed.layout.position_ids, plan)
             for places, (prompt, rows) in zip(packed.places, fresh.items(), strict=True):
                 cache.lengths[rows] = len(prompt)
