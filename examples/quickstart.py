@@ -1,0 +1,27 @@
+"""The quickstart with its loop in sight: `python examples/quickstart.py [KEY=VALUE ...]`; run it again to go on."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import strop
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+
+
+async def main() -> None:
+    config = strop.load_config(RECIPE, ["run.name=loop", *sys.argv[1:]])
+    async with strop.open_run(config) as run:
+        await run.begin()  # the warm-up, and the score before
+        for step in range(run.step + 1, config.run.steps + 1):
+            groups = await run.collect()  # completions, scored
+            batch = run.build_batch(groups)  # advantages
+            stats = run.update(batch)  # gradients
+            run.step = step
+            await run.publish()  # the engine serves the new weights, and proves it
+            run.record(groups, batch, stats)
+            await run.evaluate_and_save_if_due()
+        print("model:", await run.finish())
+
+
+asyncio.run(main())
