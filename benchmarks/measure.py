@@ -9,7 +9,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,11 +48,17 @@ def use_threads(threads: int) -> None:
 
 
 def interleaved(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
-    """Measure all sides in turn, A B A B, so that whatever else the machine does meets every side alike."""
+    """Measure all sides in turn, A B A B, so that whatever else the machine does meets every side alike.
+
+    A line for each goes to standard error: some take minutes.
+    """
     found: dict[str, list[T]] = {name: [] for name in sides}
-    for _ in range(repeats):
+    for repeat in range(repeats):
         for name, side in sides.items():
+            started = time.perf_counter()
             found[name].append(side())
+            seconds = time.perf_counter() - started
+            print(f"{name}: {repeat + 1} of {repeats}, {seconds:.1f} s", file=sys.stderr, flush=True)
     return found
 
 
@@ -99,10 +107,8 @@ def tell(numbers: Mapping[str, Any]) -> None:
 
 def forget_peak() -> None:
     """Start the peak of `peak_bytes` anew, where the kernel allows it (Linux)."""
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def peak_bytes() -> int:

@@ -26,7 +26,7 @@ PAGE, PASS = 32, 4096
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Compare; returns the numbers that were written."""
-    parser = measure.arguments(__doc__, repeats=5)
+    parser = measure.arguments(__doc__, repeats=3)
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest prompt")
@@ -47,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     numbers: dict[str, Any] = {"sizes": {key: getattr(options, key) for key in keys}}
     for name, prompts in cases.items():
         numbers[name] = compare(model, tokenizer, prompts, options)
+    some = cases["ragged"][:16]
     numbers["agreement"] = {
-        f"temperature_{t}": agreement(model, tokenizer, cases["ragged"], options.new_tokens, t) for t in (0.7, 1.0)
+        f"temperature_{t}": agreement(model, tokenizer, some, options.new_tokens, t) for t in (0.7, 1.0)
     }
     if not (options.no_continuous_batching or options.smoke):
         numbers["continuous_batching"] = in_a_process(options)
@@ -131,8 +132,8 @@ def generate(model: Any, prompts: Prompts, new_tokens: int) -> Any:
 def compare(model: Any, tokenizer: Any, prompts: Prompts, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of both sides, in turn."""
     engine, tokens = Local(model, tokenizer), options.new_tokens
-    engine.run(prompts, 2)
-    generate(model, prompts, 2)
+    engine.run(prompts[:4], 2)
+    generate(model, prompts[:4], 2)
 
     def ours() -> float:
         started = time.perf_counter()
@@ -208,7 +209,7 @@ def continuous_batching(model: Any, prompts: Prompts, new_tokens: int) -> dict[s
         by_prompt = {tuple(output.prompt_ids): output for output in found.values()}
         return [by_prompt[tuple(prompt)] for prompt in chosen]
 
-    run(prompts, 2)
+    run(prompts[:4], 2)
     started = time.perf_counter()
     outputs = run(prompts, new_tokens)
     seconds = time.perf_counter() - started
@@ -221,7 +222,7 @@ def continuous_batching(model: Any, prompts: Prompts, new_tokens: int) -> dict[s
         "tokens_per_second": total / seconds,
         "tokens": total,
         "gives_logprobs": has,
-        "agreement": distance(model, prompts, sampled, given, 1.0) if has else None,
+        "agreement": distance(model, prompts[:16], sampled[:16], given[:16], 1.0) if has else None,
         "draws_depend_on_the_batch": list(alone) != sampled[0],
     }
 

@@ -1,6 +1,7 @@
-"""TRL's side of `against_trl.py`: GRPOTrainer with transformers' `generate`, timed. Started by it, with TRL on the path.
+"""TRL's side of `against_trl.py`: GRPOTrainer with transformers' `generate`, timed.
 
-The timers wrap methods of TRL 1.16 without changing what they do.
+Started by it with TRL on the path and the job as JSON. The timers wrap methods of TRL 1.16 without changing what they
+do.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         trainer._generate_single_turn = clock.sampling(trainer._generate_single_turn)
         trainer._generate_and_score_completions = clock.timed("rollout", trainer._generate_and_score_completions)
         trainer.train()
+        assert not trainer.model.is_gradient_checkpointing
     versions = {"trl": trl_version}
     return {"steps": clock.steps[1:], "peak": measure.peak_bytes(), "versions": versions}
 
