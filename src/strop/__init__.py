@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strop.config import Config
     from strop.config.loading import load_config
-    from strop.loops.online import train
+    from strop.loops.online import open_run, train
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Config": "strop.config",
     "load_config": "strop.config.loading",
+    "open_run": "strop.loops.online",
     "train": "strop.loops.online",
 }
 
@@ -36,4 +37,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOMES])
 
 
-__all__ = ["Config", "__version__", "load_config", "train"]
+__all__ = ["Config", "__version__", "load_config", "open_run", "train"]
