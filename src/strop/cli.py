@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from strop import __version__
+from strop.cli_algorithms import algorithms
 from strop.errors import StropError, UserError
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ config = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Recipes 
 app.add_typer(models, name="models")
 app.add_typer(runs, name="runs")
 app.add_typer(config, name="config")
+app.add_typer(algorithms, name="algorithms")
 
 
 @app.callback()
@@ -113,6 +115,7 @@ def _strop(
     Find out:
       strop config explain rollout                     what the keys of a section do
       strop config show recipes/quickstart.yaml        a recipe with every default written out
+      strop algorithms show dapo                       what an algorithm is, and every choice it makes
     """
 
 
@@ -264,14 +267,13 @@ def config_show(
       strop config show recipes/quickstart.yaml algorithm.name=rloo
     """
     settings = _load(recipe, overrides)
-    from strop.algorithms.named import resolved
+    from strop.cli_algorithms import listed
     from strop.config.loading import resolved_yaml
-    from strop.loops.prepare import make_algorithm
+    from strop.loops.algorithm import make_algorithm
 
     algorithm = make_algorithm(settings)
     typer.echo(resolved_yaml(settings), nl=False)
-    listed = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in resolved(algorithm).items())
-    typer.echo(f"# the algorithm that results: {listed}")
+    typer.echo(f"# the algorithm that results: {listed(algorithm)}")
 
 
 @config.command("explain")

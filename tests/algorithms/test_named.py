@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from strop.algorithms.batch import TokenBatch
 from strop.algorithms.named import ALGORITHMS, PPO, build_algorithm, resolved
-from strop.algorithms.policy_gradient import PolicyGradient, shown
+from strop.algorithms.policy_gradient import PolicyGradient, choice_of, shown
 
 LENGTHS = [4, 9, 1, 6, 2, 12, 7, 3]
 
@@ -195,19 +195,28 @@ CHANGES: dict[str, Any] = {
     "correction_level": "sequence",
     "correction_low": 0.99,
     "correction_high": 1.01,
+    "correction_veto": 0.9,
+    "correction_off_policy": 0.01,
+    "positive_nll": 0.3,
+    "overlong_filter": True,
     "overlong_buffer": 4,
     "overlong_penalty": 0.5,
+    "without_spread": "drop",
+    "max_refills": 5,
+    "whiten_unbiased": False,
     "gamma": 0.5,
     "lam": 0.5,
     "observations": "state",
     "value_clip": 0.01,
 }
+OF_THE_LOOP = ("overlong_filter", "without_spread", "max_refills")
 STARTS: list[dict[str, Any]] = [
     {},
     {"loss": "reinforce"},
     {"kl_coef": 0.1},
     {"kl_coef": 0.1, "kl_in": "reward"},
     {"correction": "truncate", "correction_high": 1.1},
+    {"overlong_penalty": 0.7},
 ]
 
 
@@ -234,7 +243,7 @@ def test_every_choice_changes_the_gradient_or_is_refused(name: str, start: dict[
     except ValueError as error:
         assert "no effect" in str(error) or "cannot keep" in str(error)  # noqa: PT017
         return
-    choices = {shown(f.name): f.default for f in fields(ALGORITHMS[name]) if f.init}
+    choices = {choice_of(f.name): f.default for f in fields(ALGORITHMS[name]) if f.init}
     assert choices.keys() <= CHANGES.keys()
     effects = {}
     for choice, default in choices.items():
@@ -244,12 +253,18 @@ def test_every_choice_changes_the_gradient_or_is_refused(name: str, start: dict[
         try:
             after = fingerprint(name, {**start, choice: value})
         except ValueError as error:
-            assert choice in str(error) or choice.removeprefix("correction_") in str(error)  # noqa: PT017
+            assert shown(choice) in str(error) or choice.removeprefix("correction_") in str(error)  # noqa: PT017
             effects[choice] = "refused"
         else:
             effects[choice] = "none" if torch.allclose(before, after, rtol=1e-6, atol=1e-9) else "changes"
+    for choice in OF_THE_LOOP:
+        # What the loop does with these is tested with the loop.
+        assert effects.pop(choice, "refused") in ("none", "refused")
+    if name in ("reinforce", "gspo"):
+        # Rewards are never negative here; and where the sequence mask bites, GSPO's clip has ended the gradient.
+        effects.pop("correction_off_policy")
     longest = build(name, **start)
-    if longest.aggregation != "constant" and name != "dapo":
+    if longest.aggregation != "constant" and not longest.overlong_penalty:
         # The run's own setting, not a choice of the algorithm: harmless where no sum is divided by it.
         assert effects.pop("max_new_tokens") == "none"
     assert "none" not in effects.values(), effects
@@ -274,7 +289,7 @@ def test_refusals_speak() -> None:
 
 
 def test_what_the_configuration_always_states_is_not_a_choice() -> None:
-    stated = {"kl_coef": 0.0, "kl_kind": "k3", "kl_in": "loss", "entropy_coef": 0.0, "clip_low": None, "loss": None}
+    stated = {"kl_coef": 0.0, "kl_kind": None, "kl_in": None, "entropy_coef": 0.0, "clip_low": None, "loss": None}
     for name in ALGORITHMS:
         assert build(name, **stated) == build(name)
     assert build_algorithm("reinforce", group_size=1, max_new_tokens=4, **stated).needs_group is False
@@ -293,7 +308,13 @@ def test_resolved_choices() -> None:
         "aggregation": "sequence_mean",
         "kl_coef": 0.0,
         "entropy_coef": 0.0,
-        "correction": None,
+        "positive_nll": 0.0,
+        "correction.kind": None,
+        "correction.veto": None,
+        "correction.off_policy": None,
+        "overlong.filter": False,
+        "overlong.penalty": 0.0,
+        "without_spread": "keep",
     }
     assert resolved(build("rloo"))["baseline"] == "leave_one_out"
     assert "clip_low" not in resolved(build("rloo"))

@@ -6,14 +6,16 @@ import ast
 import inspect
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 import strop.algorithms
-from strop.algorithms import advantages, aggregation, kl
+from strop.algorithms import advantages, aggregation, kl, policy_losses
 from strop.algorithms.dialects import DIALECTS
+from strop.algorithms.policy_gradient import PolicyGradient
 
 ROOM = Path(strop.algorithms.__file__).parent
 
@@ -39,7 +41,7 @@ def test_importing_the_room_loads_no_other_room() -> None:
 
 
 def test_every_public_function_has_a_docstring_with_its_source() -> None:
-    from strop.algorithms import corrections, covariance, distillation, estimators, policy_losses, preference
+    from strop.algorithms import corrections, covariance, distillation, estimators, preference
 
     inherits = (covariance, distillation)
     for module in (advantages, corrections, covariance, distillation, estimators, kl, policy_losses, preference):
@@ -59,8 +61,13 @@ def test_dialects_are_arguments_of_the_functions(dialect: str) -> None:
         "gae": advantages.gae,
         "kl_estimate": kl.kl_estimate,
         "aggregate": aggregation.aggregate,
+        "ppo_clip": policy_losses.ppo_clip,
+        "whiten": advantages.whiten,
     }
     for name, settings in DIALECTS[dialect].items():
+        if name == "algorithm":
+            assert settings.keys() <= {f.name for f in fields(PolicyGradient)}
+            continue
         assert settings.keys() <= inspect.signature(functions[name]).parameters.keys()
 
 

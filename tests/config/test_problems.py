@@ -101,7 +101,7 @@ def test_no_special_mend_hides_a_key_that_exists() -> None:
         ("rollout.temperature=null", "`rollout.temperature` must be a number above 0, got null", ""),
         ("rewards.max_error_share=2", "must be a number from 0 to 1, got 2", ""),
         ("data.shuffle=yes", "`data.shuffle` must be true or false, got \"yes\"", "write true"),
-        ("algorithm.name=gpro", "must be one of \"grpo\", \"dr_grpo\"", "did you mean \"grpo\"?"),
+        ("algorithm.name=grppo", "must be one of \"grpo\", \"dr_grpo\"", "did you mean \"grpo\"?"),
         ("algorithm.name=GRPO", "got \"GRPO\"", "did you mean \"grpo\"?"),
         ("hardware.threads=many", "a whole number above 0 or \"auto\", got \"many\"", ""),
         ("hardware.threads=atuo", "got \"atuo\"", "did you mean \"auto\"?"),

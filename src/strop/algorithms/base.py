@@ -55,7 +55,12 @@ class Objective(Protocol):
 
 
 class Algorithm(Objective, Protocol):
-    """An objective of reinforcement learning."""
+    """An objective of reinforcement learning.
+
+    It may have more, which `loops/algorithm.py` reads where it is there: `needs_old_logprobs`, `needs_greedy` and
+    `needs_teacher`, which ask for a field of the batch; `correct(batch)`, called before `advantages`; and the rules of
+    sampling `overlong_filter`, `without_spread` and `max_refills`.
+    """
 
     name: str
     needs_reference: bool

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-PER_SEQUENCE = ("rewards", "group_ids", "truncated", "greedy_rewards")
+PER_SEQUENCE = ("rewards", "group_ids", "truncated", "greedy_rewards", "episode_ids")
 """Fields of a batch with one entry for each sequence instead of each token."""
 
 
@@ -22,7 +22,9 @@ class TokenBatch:
     returns, teacher_logprobs (the teacher of a distillation), and whatever is in extra.
 
     Per sequence, [N]: rewards float32; group_ids int64; truncated bool, True where sampling ended at the token limit;
-    greedy_rewards float32, of the most likely completion of the same prompt, for algorithms that ask for it.
+    greedy_rewards float32, of the most likely completion of the same prompt, for algorithms that ask for it;
+    episode_ids int64, the same for sequences that are branches of one episode, which count once in statistics of
+    rewards; None where each sequence is an episode of its own.
     """
 
     input_ids: Tensor
@@ -41,6 +43,7 @@ class TokenBatch:
     returns: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     greedy_rewards: Tensor | None = None
+    episode_ids: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -51,6 +54,21 @@ class TokenBatch:
     def lengths(self) -> Tensor:
         """[N] int64, tokens of each sequence."""
         return torch.bincount(self.seq_ids, minlength=self.sequences)
+
+    def episodes(self) -> tuple[Tensor, Tensor]:
+        """(first [E], episode [N]), int64: the first sequence of each episode, and the episode of each sequence.
+
+        Episodes are numbered in order of their first sequence.
+        """
+        own = torch.arange(self.sequences, device=self.rewards.device)
+        if self.episode_ids is None or not self.sequences:
+            return own, own
+        _, members = torch.unique(self.episode_ids, return_inverse=True)
+        earliest = own.new_full((int(members.max()) + 1,), self.sequences).scatter_reduce(0, members, own, "amin")
+        first, rank = torch.sort(earliest)
+        position = torch.empty_like(rank)
+        position[rank] = torch.arange(len(rank), device=rank.device)
+        return first, position[members]
 
     def select(self, sequences: Tensor) -> TokenBatch:
         """The batch of some sequences only, [n] int64 in increasing order, renumbered from 0; group ids are kept."""

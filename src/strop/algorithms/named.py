@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from strop.algorithms.advantages import Baseline, Observations, Scale, discounted_returns, gae, group_relative, whiten
 from strop.algorithms.aggregation import Mode
 from strop.algorithms.batch import TokenBatch
+from strop.algorithms.dialects import DIALECTS, preset
 from strop.algorithms.distillation import reverse_kl_advantages
 from strop.algorithms.estimators import remax, token_rewards
-from strop.algorithms.policy_gradient import PolicyGradient, resolved, shown, trained
+from strop.algorithms.policy_gradient import PolicyGradient, choice_of, resolved, shown, to_tokens, trained
 from strop.algorithms.policy_losses import Metrics, cispo, gspo, value_loss
-from strop.algorithms.sampling_rules import soft_overlong_penalty
-from strop.algorithms.segments import segment_count
+from strop.algorithms.sampling_rules import WithoutSpread
 
 LossKind = Literal["ppo_clip", "reinforce"]
 
@@ -42,6 +41,7 @@ class DrGRPO(PolicyGradient):
     """
 
     name: str = field(default="dr_grpo", init=False)
+    identity: ClassVar[tuple[str, ...]] = ("baseline", "scale", "aggregation")
     aggregation: Mode = "constant"
 
 
@@ -54,6 +54,7 @@ class RLOO(PolicyGradient):
     """
 
     name: str = field(default="rloo", init=False)
+    identity: ClassVar[tuple[str, ...]] = ("baseline", "scale", "loss_kind", "aggregation")
     baseline: Baseline = "leave_one_out"
     loss_kind: LossKind = "reinforce"
     aggregation: Mode = "sequence_mean_token_sum"
@@ -67,6 +68,7 @@ class REINFORCE(PolicyGradient):
     """
 
     name: str = field(default="reinforce", init=False)
+    identity: ClassVar[tuple[str, ...]] = ("baseline", "scale", "loss_kind", "aggregation")
     baseline: Baseline = "none"
     loss_kind: LossKind = "reinforce"
     aggregation: Mode = "sequence_mean_token_sum"
@@ -77,27 +79,15 @@ class DAPO(PolicyGradient):
     """Decoupled clip and dynamic sampling: arXiv 2503.14476.
 
     GRPO with a higher upper clip, the mean over all tokens, groups without spread replaced, and a penalty that grows
-    over the last `overlong_buffer` tokens of a completion, to `overlong_penalty` at the longest (0 switches it off).
+    over the last tokens of a completion, to 1 at the longest (an overlong penalty of 0 switches it off).
     """
 
     name: str = field(default="dapo", init=False)
-    dynamic_sampling: ClassVar[bool] = True
+    identity: ClassVar[tuple[str, ...]] = ("baseline", "scale", "clip_low", "clip_high", "aggregation")
     scale: Scale = "std"
     clip_high: float = 0.28
-    overlong_buffer: int | None = None
-    """None is a fifth of the longest completion, as in the paper (4,096 of 20,480)."""
     overlong_penalty: float = 1.0
-
-    def rewards(self, batch: TokenBatch) -> Tensor:
-        buffer = max(self.max_new_tokens // 5, 1) if self.overlong_buffer is None else self.overlong_buffer
-        penalty = soft_overlong_penalty(
-            _lengths(batch), max_tokens=self.max_new_tokens, buffer=buffer, factor=self.overlong_penalty
-        )
-        return super().rewards(batch) + penalty
-
-    def idle(self) -> dict[str, str]:
-        why = super().idle()
-        return why if self.overlong_penalty else why | {"overlong_buffer": "while overlong_penalty is 0"}
+    without_spread: WithoutSpread = "resample"
 
 
 @dataclass(kw_only=True)
@@ -109,6 +99,7 @@ class MaxRL(PolicyGradient):
     """
 
     name: str = field(default="maxrl", init=False)
+    identity: ClassVar[tuple[str, ...]] = ("baseline", "scale", "scale_eps", "aggregation")
     scale: Scale = "mean"
     aggregation: Mode = "sequence_mean_token_sum"
 
@@ -122,6 +113,7 @@ class GSPO(PolicyGradient):
 
     name: str = field(default="gspo", init=False)
     fixed: ClassVar[tuple[str, ...]] = ("loss_kind", "dual_clip")
+    identity: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "aggregation")
     scale: Scale = "std"
     clip_low: float = 3e-4
     clip_high: float = 4e-4
@@ -148,6 +140,7 @@ class CISPO(PolicyGradient):
 
     name: str = field(default="cispo", init=False)
     fixed: ClassVar[tuple[str, ...]] = ("loss_kind", "dual_clip")
+    identity: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
     scale: Scale = "std"
     clip_low: float = 1.0
 
@@ -173,11 +166,12 @@ class ReinforcePP(PolicyGradient):
     name: str = field(default="reinforce_pp", init=False)
     fixed: ClassVar[tuple[str, ...]] = ("baseline", "scale", "scale_eps")
     gamma: float = 1.0
+    whiten_unbiased: bool = True
 
     def advantages(self, batch: TokenBatch) -> Tensor:
         rewards = _token_rewards(self, batch)
         returns = discounted_returns(rewards, batch.loss_mask, gamma=self.gamma, seq_ids=batch.seq_ids)
-        return whiten(returns, batch.loss_mask)
+        return whiten(returns, batch.loss_mask, unbiased=self.whiten_unbiased)
 
     def compares_groups(self) -> bool:
         return False
@@ -192,10 +186,13 @@ class ReinforcePPBaseline(PolicyGradient):
 
     name: str = field(default="reinforce_pp_baseline", init=False)
     fixed: ClassVar[tuple[str, ...]] = ("scale", "scale_eps")
+    identity: ClassVar[tuple[str, ...]] = ("baseline",)
+    whiten_unbiased: bool = True
 
     def advantages(self, batch: TokenBatch) -> Tensor:
-        per_sequence = group_relative(self.rewards(batch), batch.group_ids, baseline=self.baseline)
-        return whiten(per_sequence[batch.seq_ids], batch.loss_mask)
+        first, _ = batch.episodes()
+        per_episode = group_relative(self.rewards(batch), batch.group_ids[first], baseline=self.baseline)
+        return whiten(to_tokens(per_episode, batch), batch.loss_mask, unbiased=self.whiten_unbiased)
 
 
 @dataclass(kw_only=True)
@@ -208,12 +205,13 @@ class ReMax(PolicyGradient):
     name: str = field(default="remax", init=False)
     needs_greedy: ClassVar[bool] = True
     fixed: ClassVar[tuple[str, ...]] = ("baseline", "scale", "scale_eps")
+    identity: ClassVar[tuple[str, ...]] = ("loss_kind", "aggregation")
     loss_kind: LossKind = "reinforce"
     aggregation: Mode = "sequence_mean_token_sum"
 
     def advantages(self, batch: TokenBatch) -> Tensor:
-        per_sequence = remax(self.rewards(batch), trained(batch.greedy_rewards))
-        return torch.where(batch.loss_mask, per_sequence[batch.seq_ids], 0.0)
+        first, _ = batch.episodes()
+        return to_tokens(remax(self.rewards(batch), trained(batch.greedy_rewards)[first]), batch)
 
     def compares_groups(self) -> bool:
         return False
@@ -234,6 +232,7 @@ class PPO(PolicyGradient):
     lam: float = 0.95
     observations: Observations = "skip"
     value_clip: float | None = 0.2
+    whiten_unbiased: bool = True
 
     def advantages(self, batch: TokenBatch) -> Tensor:
         """[T] float32; fills `batch.returns`, the critic's targets."""
@@ -246,7 +245,7 @@ class PPO(PolicyGradient):
             observations=self.observations,
             seq_ids=batch.seq_ids,
         )
-        return whiten(advantages, batch.loss_mask)
+        return whiten(advantages, batch.loss_mask, unbiased=self.whiten_unbiased)
 
     def value_loss(self, batch: TokenBatch, values: Tensor) -> tuple[Tensor, Metrics]:
         """[T] per-token loss of the critic, to be reduced like the policy's.
@@ -270,7 +269,9 @@ class OPD(PolicyGradient):
 
     name: str = field(default="opd", init=False)
     needs_teacher: ClassVar[bool] = True
-    fixed: ClassVar[tuple[str, ...]] = ("baseline", "scale", "scale_eps", "kl_in")
+    fixed: ClassVar[tuple[str, ...]] = (
+        "baseline", "scale", "scale_eps", "kl_in", "overlong_penalty", "overlong_buffer"
+    )  # fmt: skip
 
     def advantages(self, batch: TokenBatch) -> Tensor:
         policy = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
@@ -297,55 +298,94 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
 }
 
 
-def build_algorithm(name: str, *, group_size: int, max_new_tokens: int, **choices: Any) -> PolicyGradient:
+def build_algorithm(
+    kind: str | type[PolicyGradient],
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    dialect: str | None = None,
+    **choices: Any,
+) -> PolicyGradient:
     """The algorithm of a name, with some of its choices changed.
 
     Args:
-        name: a key of `ALGORITHMS`.
+        kind: a key of `ALGORITHMS`, or a class of one's own.
         group_size: completions of each prompt.
         max_new_tokens: longest completion in tokens.
-        choices: fields of the configuration's `algorithm` section; None keeps the algorithm's own choice.
+        dialect: a key of `DIALECTS`: what that framework does where the algorithm leaves it open.
+        choices: fields of the class, `loss_kind` by the name `loss`; None keeps the algorithm's own choice.
 
     Raises:
         ValueError: an unknown name, a choice that the algorithm does not have, one that is out of range or has no
             effect beside the others, or a group too small for its baseline.
     """
-    if name not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {name!r}; there are {', '.join(ALGORITHMS)}")
-    kind = ALGORITHMS[name]
-    defaults = {shown(f.name): (f.name, f.default) for f in fields(kind) if f.init}
+    if isinstance(kind, str) and kind not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {kind!r}; there are {', '.join(ALGORITHMS)}")
+    made_from = ALGORITHMS[kind] if isinstance(kind, str) else kind
+    algorithm = _in_dialect(made_from, dialect, _given(made_from, choices), max_new_tokens)
+    if made_from not in ALGORITHMS.values():
+        algorithm.name = made_from.__name__
+    if algorithm.needs_group and group_size < 2:
+        raise ValueError(
+            f"{algorithm.name} compares the completions of a prompt, so group_size must be at least 2, it is "
+            f"{group_size}; the algorithm 'reinforce' works with 1"
+        )
+    return algorithm
+
+
+def _given(kind: type[PolicyGradient], choices: dict[str, Any]) -> dict[str, Any]:
+    """Field name -> value, for the choices that were made."""
+    defaults = {choice_of(f.name): (f.name, f.default) for f in fields(kind) if f.init}
     given = {}
     for choice, value in choices.items():
         if value is None:
             continue
         if choice not in defaults:
-            raise ValueError(f"{choice} is not a choice of the algorithm {name!r}")
+            raise ValueError(f"{shown(choice)} is not a choice of the algorithm {algorithm_name(kind)!r}")
         field_name, default = defaults[choice]
         # The configuration always states these, so a value equal to the default says nothing.
-        if choice in ("kl_coef", "kl_kind", "kl_in", "entropy_coef") and value == default:
+        if choice in ("kl_coef", "entropy_coef", "positive_nll") and value == default:
             continue
         given[field_name] = value
+    return given
+
+
+def _in_dialect(
+    kind: type[PolicyGradient], dialect: str | None, given: dict[str, Any], max_new_tokens: int
+) -> PolicyGradient:
+    """The algorithm with what was given, and what the dialect says of the rest.
+
+    A dialect changes neither what was given nor what makes the algorithm what it is, and says nothing of a choice
+    without effect.
+    """
+    # Before anything is filled in: a choice refused here is the user's, not the dialect's.
     algorithm = kind(max_new_tokens=max_new_tokens, **given)
     algorithm.refuse_idle(given)
-    if algorithm.needs_group and group_size < 2:
-        raise ValueError(
-            f"{name} compares the completions of a prompt, so group_size must be at least 2, it is {group_size}; "
-            "the algorithm 'reinforce' works with 1"
-        )
+    if dialect is None:
+        return algorithm
+    if dialect not in DIALECTS:
+        raise ValueError(f"unknown dialect {dialect!r}; there are {', '.join(DIALECTS)}")
+    filled = dict(given)
+    for choice, value in preset(dialect).items():
+        if choice in given or choice in kind.identity or not hasattr(algorithm, choice):
+            continue
+        if choice not in algorithm.idle():
+            filled[choice] = value
+            algorithm = kind(max_new_tokens=max_new_tokens, **filled)
+    algorithm.refuse_idle(given)
     return algorithm
 
 
-def _lengths(batch: TokenBatch) -> Tensor:
-    """[N] trained tokens of each sequence."""
-    counts = segment_count(batch.loss_mask, batch.seq_ids)
-    return torch.nn.functional.pad(counts, (0, max(batch.sequences - len(counts), 0)))[: batch.sequences]
+def algorithm_name(kind: type[PolicyGradient]) -> str:
+    """The name of a built-in algorithm, or that of the class."""
+    return next((name for name, other in ALGORITHMS.items() if other is kind), kind.__name__)
 
 
 def _token_rewards(algorithm: PolicyGradient, batch: TokenBatch) -> Tensor:
     """[T] the reward at the last trained token of each sequence, less the penalty at every token, if there is one."""
     penalty = algorithm.penalty(batch)
     coef = 0.0 if penalty is None else algorithm.kl_coef
-    return token_rewards(batch.rewards, batch.loss_mask, batch.seq_ids, kl=penalty, kl_coef=coef)
+    return token_rewards(algorithm.scores(batch), batch.loss_mask, batch.seq_ids, kl=penalty, kl_coef=coef)
 
 
 __all__ = [

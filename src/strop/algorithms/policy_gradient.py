@@ -16,9 +16,11 @@ from strop.algorithms.advantages import Baseline, Scale, group_relative
 from strop.algorithms.aggregation import Mode, aggregate, denominators
 from strop.algorithms.base import LossTerms
 from strop.algorithms.batch import TokenBatch
-from strop.algorithms.corrections import Correction, Level, importance_weights
+from strop.algorithms.corrections import Correction, Level, importance_weights, off_policy_sequence_mask, veto
 from strop.algorithms.kl import Kind, kl_estimate, kl_in_reward
-from strop.algorithms.policy_losses import Metrics, entropy_bonus, ppo_clip, reinforce
+from strop.algorithms.policy_losses import Metrics, entropy_bonus, positive_nll, ppo_clip, reinforce
+from strop.algorithms.sampling_rules import WithoutSpread, soft_overlong_penalty
+from strop.algorithms.segments import segment_count
 
 
 @dataclass(kw_only=True)
@@ -50,11 +52,28 @@ class PolicyGradient:
     kl_input_clamp: float | None = None
     kl_importance_weighted: bool = False
     entropy_coef: float = 0.0
+    positive_nll: float = 0.0
+    """Weight of the likelihood of tokens with a positive advantage (VAPO's term)."""
 
     correction: Correction | None = None
     correction_level: Level = "token"
     correction_low: float | None = None
     correction_high: float | None = None
+    correction_veto: float | None = None
+    """Sequences with a token whose weight is below it are not trained."""
+    correction_off_policy: float | None = None
+    """Sequences with a negative advantage and a mean drift above it, in nats, get no policy gradient."""
+
+    overlong_filter: bool = False
+    """Truncated completions are not trained; their rewards still count in the baseline."""
+    overlong_penalty: float = 0.0
+    """Taken from the reward of the longest completion, less for shorter ones, 0 before the buffer begins."""
+    overlong_buffer: int | None = None
+    """Tokens over which the penalty grows; None is a fifth of the longest completion."""
+    without_spread: WithoutSpread = "keep"
+    """What becomes of groups whose rewards are all equal."""
+    max_refills: int = 3
+    """With `resample`: how often such a group is replaced before it is trained as it is."""
 
     name: str = field(default="", init=False)
     needs_entropy: bool = field(default=False, init=False)
@@ -68,24 +87,35 @@ class PolicyGradient:
     """Whether `greedy_rewards` must be filled before `advantages`."""
     needs_teacher: ClassVar[bool] = False
     """Whether `teacher_logprobs` must be filled before `advantages`."""
-    dynamic_sampling: ClassVar[bool] = False
-    """Whether groups without spread are replaced before training, by `sampling_rules.dynamic_sampling`."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Choices that the algorithm does not leave open."""
+    identity: ClassVar[tuple[str, ...]] = ()
+    """Choices that make the algorithm what its paper says: a user may change them, a dialect does not."""
 
     def __post_init__(self) -> None:
         self.needs_entropy = self.entropy_coef != 0
         self.needs_reference = self.kl_coef != 0
         self.needs_group = self.compares_groups()
-        self.needs_old_logprobs = self.correction is not None
+        self.needs_old_logprobs = self.correction is not None or self.correction_veto is not None
         self.refuse_idle(changed_fields(self))
         if self.scale == "mean" and self.kl_coef and self.kl_in == "reward":
             raise ValueError("scale 'mean' needs rewards of at least 0, which kl_in 'reward' cannot keep")
-        # The functions check their own bounds; a call on nothing finds a bad one now instead of at the first update.
-        nothing = empty_batch()
-        self.correct(nothing)
-        nothing.advantages = self.advantages(nothing)
-        self.policy_loss(nothing.sampler_logprobs, nothing.sampler_logprobs, nothing)
+        if self.scale == "mean" and self.overlong_penalty and "scale" not in self.fixed:
+            raise ValueError("scale 'mean' needs rewards of at least 0, which overlong.penalty cannot keep")
+        if self.max_refills < 1:
+            raise ValueError(f"max_refills must be at least 1, it is {self.max_refills}")
+        if self.correction_off_policy is not None and not self.correction_off_policy >= 0:
+            raise ValueError(f"correction.off_policy must be at least 0, it is {self.correction_off_policy}")
+        if self.positive_nll < 0:
+            raise ValueError(f"positive_nll must be at least 0, it is {self.positive_nll}")
+        # The functions check their own bounds; a call on nothing finds a bad one now instead of at the first update. A
+        # hook written by a user need not work on nothing.
+        hooks = (type(self).correct, type(self).advantages, type(self).rewards, type(self).policy_loss)
+        if all(hook.__module__.startswith("strop.") for hook in hooks):
+            nothing = empty_batch()
+            self.correct(nothing)
+            nothing.advantages = self.advantages(nothing)
+            self.policy_loss(nothing.sampler_logprobs, nothing.sampler_logprobs, nothing)
 
     # Before the three hooks of `base.Algorithm`: what the sampler did otherwise.
 
@@ -93,7 +123,8 @@ class PolicyGradient:
         """Measure how far trainer and sampler disagree, and with `correction` prepare to weigh tokens by it.
 
         Call it over a whole batch once `old_logprobs` is filled, before `advantages` and `denominators`. With
-        `correction` it sets `extra["importance_weights"]` and takes rejected tokens out of `loss_mask`.
+        `correction` it sets `extra["importance_weights"]`, and it takes rejected tokens out of `loss_mask`, those of
+        sequences under a veto too.
 
         Returns:
             The scalar metrics of `corrections.importance_weights`.
@@ -109,17 +140,29 @@ class PolicyGradient:
             high=self.correction_high,
         )
         if self.correction is not None:
-            batch.extra["importance_weights"], batch.loss_mask = weights, kept
+            batch.extra["importance_weights"] = weights
+        if self.correction_veto is not None:
+            left = veto(
+                trained(batch.old_logprobs),
+                batch.sampler_logprobs,
+                batch.loss_mask,
+                batch.seq_ids,
+                threshold=self.correction_veto,
+            )
+            metrics["mismatch/veto_share"] = (batch.loss_mask & ~left).sum() / batch.loss_mask.sum().clamp(min=1)
+            kept = kept & left
+        batch.loss_mask = kept
         return metrics
 
     # The three hooks of `base.Algorithm`.
 
     def advantages(self, batch: TokenBatch) -> Tensor:
-        """[T] float32: each trained token has the advantage of its sequence, others 0."""
-        per_sequence = group_relative(
-            self.rewards(batch), batch.group_ids, baseline=self.baseline, scale=self.scale, eps=self.scale_eps
+        """[T] float32: each trained token has the advantage of its episode, others 0."""
+        first, _ = batch.episodes()
+        per_episode = group_relative(
+            self.rewards(batch), batch.group_ids[first], baseline=self.baseline, scale=self.scale, eps=self.scale_eps
         )
-        return torch.where(batch.loss_mask, per_sequence[batch.seq_ids], 0.0)
+        return to_tokens(per_episode, batch)
 
     def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
         """Terms `policy`, `kl` and `entropy`; without `old_logprobs` the policy is taken to be the one that sampled."""
@@ -128,7 +171,21 @@ class PolicyGradient:
         policy, metrics = self.policy_loss(logprobs, old, batch)
         if self.correction is not None:
             policy = policy * batch.extra["importance_weights"]
+        if self.correction_off_policy is not None:
+            near = off_policy_sequence_mask(
+                logprobs,
+                batch.sampler_logprobs,
+                trained(batch.advantages),
+                mask,
+                batch.seq_ids,
+                threshold=self.correction_off_policy,
+            )
+            metrics["mismatch/off_policy_share"] = (mask & ~near).float()
+            policy = torch.where(near, policy, 0.0)
         terms = {"policy": policy}
+        if self.positive_nll:
+            positive = trained(batch.advantages) > 0
+            terms["positive_nll"] = positive_nll(logprobs, positive, coef=self.positive_nll, mask=mask)
         if batch.ref_logprobs is not None:
             metrics["kl/ref"] = kl_estimate(logprobs.detach(), batch.ref_logprobs, "k3", mask=mask)
         if self.kl_coef and self.kl_in == "loss":
@@ -178,11 +235,30 @@ class PolicyGradient:
         return self.baseline != "none" or self.scale != "none"
 
     def rewards(self, batch: TokenBatch) -> Tensor:
-        """[N] rewards, less the penalty towards the reference where `kl_in` is "reward"."""
+        """[E] reward of each episode, less the penalty for its length, and where `kl_in` is "reward" the divergence."""
+        first, episode = batch.episodes()
+        rewards = self.scores(batch)[first]
         penalty = self.penalty(batch)
         if penalty is None:
+            return rewards
+        return kl_in_reward(rewards, penalty, batch.loss_mask, episode[batch.seq_ids], kl_coef=self.kl_coef)
+
+    def scores(self, batch: TokenBatch) -> Tensor:
+        """[N] what the verifiers gave, less the penalty for the length of the episode."""
+        if not self.overlong_penalty:
             return batch.rewards
-        return kl_in_reward(batch.rewards, penalty, batch.loss_mask, batch.seq_ids, kl_coef=self.kl_coef)
+        _, episode = batch.episodes()
+        # Sampled tokens have a version, whether or not they are trained.
+        counts = segment_count(batch.versions >= 0, episode[batch.seq_ids])
+        lengths = torch.nn.functional.pad(counts, (0, max(batch.sequences - len(counts), 0)))
+        penalty = soft_overlong_penalty(
+            lengths, max_tokens=self.max_new_tokens, buffer=self.buffer(), factor=self.overlong_penalty
+        )
+        return batch.rewards + penalty[episode]
+
+    def buffer(self) -> int:
+        """Tokens over which the penalty for length grows: DAPO's 4,096 of 20,480 where it is not set."""
+        return max(self.max_new_tokens // 5, 1) if self.overlong_buffer is None else self.overlong_buffer
 
     def penalty(self, batch: TokenBatch) -> Tensor | None:
         """[T] divergence from the reference that belongs in the reward; None where there is no such penalty.
@@ -214,7 +290,14 @@ class PolicyGradient:
         elif self.kl_in == "reward":
             why["kl_importance_weighted"] = "with kl_in 'reward', whose policy gradient weighs it already"
         if self.correction is None:
-            why |= dict.fromkeys(("correction_level", "correction_low", "correction_high"), "without a correction")
+            levels = ("correction_level", "correction_low", "correction_high")
+            why |= dict.fromkeys(levels, "without correction.kind")
+        if not self.overlong_penalty:
+            why["overlong_buffer"] = "while overlong.penalty is 0"
+        if not self.compares_groups():
+            why["without_spread"] = "where the completions of a prompt are not compared with each other"
+        if self.without_spread != "resample":
+            why["max_refills"] = "unless without_spread is 'resample'"
         return why
 
     def refuse_idle(self, given: Collection[str]) -> None:
@@ -242,9 +325,25 @@ def resolved(algorithm: PolicyGradient) -> dict[str, Any]:
     return {"name": algorithm.name} | {shown(name): value for name, value in values.items()}
 
 
-def shown(choice: str) -> str:
-    """The configuration's name of a field: `loss` is taken by the hook."""
-    return "loss" if choice == "loss_kind" else choice
+def choice_of(name: str) -> str:
+    """The name of a field as a keyword of `build_algorithm`: `loss` itself is taken by the hook."""
+    return "loss" if name == "loss_kind" else name
+
+
+def shown(name: str) -> str:
+    """The configuration's key of a field, below `algorithm`."""
+    if name == "correction":
+        return "correction.kind"
+    for section in ("correction", "overlong"):
+        if name.startswith(f"{section}_"):
+            return f"{section}.{name.removeprefix(f'{section}_')}"
+    return choice_of(name)
+
+
+def to_tokens(per_episode: Tensor, batch: TokenBatch) -> Tensor:
+    """[T] float32: each trained token has the number of its episode, [E]; others have 0."""
+    _, episode = batch.episodes()
+    return torch.where(batch.loss_mask, per_episode[episode][batch.seq_ids], 0.0)
 
 
 def trained(tensor: Tensor | None) -> Tensor:

@@ -6,11 +6,16 @@ Source: DAPO (arXiv 2503.14476), sections 3.2 and 3.4.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from strop.algorithms.advantages import no_spread
+
+WithoutSpread = Literal["keep", "drop", "resample"]
+"""What becomes of a group whose rewards are all equal: trained as it is (its advantages are 0, and it counts in
+denominators), left out, or replaced by another prompt (dynamic sampling)."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from strop.config.training import OptimizerSettings
 from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
+from strop.loops.algorithm import demands_of
 from strop.loops.prepare import Prepared
+from strop.loops.step_batch import has_spread
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
 from strop.planning.hardware import Sizes, choose_sizes
@@ -115,6 +117,7 @@ def make_collector(
     prepared: Prepared, roles: Roles, engine: LocalEngine, stream: PromptStream, progress: Any
 ) -> Collector:
     rollout = prepared.config.rollout
+    demands = demands_of(prepared.algorithm)
     return Collector(
         engine,
         prepared.scorer,
@@ -124,6 +127,9 @@ def make_collector(
         group_size=rollout.group_size,
         admission=Admission(rollout.groups_per_step, rollout.max_staleness),
         progress=progress,
+        worth=has_spread if demands.without_spread == "resample" else None,
+        max_refills=demands.max_refills,
+        greedy=demands.greedy,
     )
 
 

@@ -116,7 +116,6 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
     Raises:
         UserError: the recipe has no held-out prompts, or something in it cannot work.
     """
-    from strop.loops import assembly
     from strop.loops.prepare import prepare
 
     if config.data.eval is None:
@@ -126,6 +125,8 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         settings = ModelSettings(path=model, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
         config = config.model_copy(update={"model": settings, "warmup": None})
     prepared = prepare(config)
+    from strop.loops import assembly
+
     roles = assembly.load_roles(prepared)
     engine = assembly.make_engine(prepared, roles)
     assert prepared.held_out is not None

@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
-from strop.loops.run import Run
+from strop.loops.prepare import prepare
+
+if TYPE_CHECKING:
+    from strop.loops.run import Run
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,11 @@ async def _train(config: Config, *, fresh: bool, recipe: str | None) -> Training
 @asynccontextmanager
 async def open_run(config: Config, *, fresh: bool = False, recipe: str | None = None) -> AsyncIterator[Run]:
     """A run with everything in memory, at the step it had reached. Leaving it closes files and gives the lock back."""
-    run = await Run.open(config, fresh=fresh, recipe=recipe)
+    prepared = prepare(config)
+    # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
+    from strop.loops.run import Run
+
+    run = await Run.open(prepared, fresh=fresh, recipe=recipe)
     try:
         yield run
     except BaseException as error:

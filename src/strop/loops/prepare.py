@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
 from strop.errors import ConfigError, DataError, UserError
+from strop.loops.algorithm import make_algorithm
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
     from strop.data.prompts import PromptDataset
+    from strop.data.sources import Source
     from strop.models.load import ModelFacts
     from strop.planning.hardware import Hardware
     from strop.rewards.protocol import Scorer
@@ -37,65 +39,51 @@ def prepare(config: Config) -> Prepared:
     Raises:
         UserError: something is missing or does not fit; the error says what, where and how to mend it.
     """
-    algorithm = make_algorithm(config)
     _check_reference(config)
 
-    from strop.models.load import inspect_model
-    from strop.planning.hardware import choose_hardware
+    # What needs no torch comes first: importing it takes longer than most of these checks.
+    from strop.data.sources import open_source
     from strop.rewards.build import build_scorer
     from strop.tracking.trackers import check_trackers
 
     check_trackers(config.tracking)
     scorer = build_scorer(config.rewards)
-    hardware = choose_hardware(config)
+    given = {
+        "data.train": config.data.train,
+        "warmup.data": config.warmup.data if config.warmup is not None else None,
+        "data.eval": config.data.eval,
+    }
+    sources = {key: open_source(settings) for key, settings in given.items() if settings is not None}
+
+    from strop.models.load import inspect_model
+
     facts = inspect_model(config.model)
-    longest = _longest_prompt(config, facts.context)
-    train, expected = _dataset(config, config.data.train, facts.tokenizer, longest, "data.train")
+    room = _longest_prompt(config, facts.context)
+    train, expected = _dataset(config, sources["data.train"], facts.tokenizer, room, "data.train")
     shown = train
+    if "warmup.data" in sources:
+        shown, _ = _dataset(config, sources["warmup.data"], facts.tokenizer, room, "warmup.data")
+    held_out = None
+    if "data.eval" in sources:
+        held_out, _ = _dataset(
+            config, sources["data.eval"], facts.tokenizer, _longest_held_out(config, facts.context, room), "data.eval"
+        )
+
+    from strop.planning.hardware import choose_hardware
+
+    algorithm = make_algorithm(config)
+    hardware = choose_hardware(config)
     if config.warmup is not None:
         from strop.loops.supervised import check_answers
 
-        if config.warmup.data is not None:
-            shown, _ = _dataset(config, config.warmup.data, facts.tokenizer, longest, "warmup.data")
         check_answers(shown, facts.tokenizer)
-    held_out = None
-    if config.data.eval is not None:
-        held_out, _ = _dataset(config, config.data.eval, facts.tokenizer, longest, "data.eval")
+    if config.algorithm.teacher is not None:
+        from strop.loops.teacher import check_teacher
+
+        check_teacher(config, facts, expected + config.rollout.max_new_tokens)
     return Prepared(
         config, hardware, facts, train, shown, held_out, scorer, algorithm, expected + config.rollout.max_new_tokens
     )
-
-
-def make_algorithm(config: Config) -> Algorithm:
-    """The algorithm of a recipe.
-
-    Raises:
-        ConfigError: a choice has no effect in this algorithm, or a group of one has no advantage in it.
-    """
-    from strop.algorithms.named import build_algorithm
-
-    choices: dict[str, Any] = config.algorithm.model_dump(exclude={"name"})
-    try:
-        algorithm = build_algorithm(
-            config.algorithm.name,
-            group_size=config.rollout.group_size,
-            max_new_tokens=config.rollout.max_new_tokens,
-            **choices,
-        )
-    except ValueError as error:
-        raise ConfigError([UserError(str(error), where="algorithm")]) from None
-    if algorithm.needs_group and config.rollout.group_size < 2:
-        raise ConfigError(
-            [
-                UserError(
-                    f"{config.algorithm.name} compares the completions of a group, and a group of one has nothing to "
-                    "be compared with: every advantage would be 0",
-                    where=f"rollout.group_size = {config.rollout.group_size}",
-                    mend="set rollout.group_size to 2 or more (8 is usual), or algorithm.baseline to none",
-                )
-            ]
-        )
-    return algorithm
 
 
 def _check_reference(config: Config) -> None:
@@ -133,12 +121,25 @@ def _longest_prompt(config: Config, context: int) -> int:
     return asked
 
 
-def _dataset(config: Config, settings: Any, tokenizer: Any, longest: int, key: str) -> tuple[PromptDataset, int]:
+def _longest_held_out(config: Config, context: int, room: int) -> int:
+    """Most tokens of a held-out prompt: no more than in training, and room for an evaluated completion."""
+    new_tokens = config.evaluation.max_new_tokens
+    if new_tokens is None:
+        return room
+    if new_tokens >= context:
+        raise UserError(
+            f"{new_tokens} new tokens leave no room for a prompt in a context of {context} tokens",
+            where="evaluation.max_new_tokens",
+            mend=f"set it below {context}",
+        )
+    return min(room, context - new_tokens)
+
+
+def _dataset(config: Config, source: Source, tokenizer: Any, longest: int, key: str) -> tuple[PromptDataset, int]:
     """The prompts of a source, checked, and the tokens of the longest one that is expected."""
     from strop.data.prompts import PromptDataset
-    from strop.data.sources import open_source
 
-    dataset = PromptDataset(open_source(settings), config.data, tokenizer, longest)
+    dataset = PromptDataset(source, config.data, tokenizer, longest)
     checked = dataset.check()
     if config.model.create is not None and checked.unknown:
         raise DataError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Sequence
@@ -16,12 +15,14 @@ from strop.algorithms.batch import TokenBatch
 from strop.config import Config
 from strop.data.prompts import PromptStream
 from strop.errors import RunFailure
-from strop.loops import assembly
+from strop.loops import assembly, step_batch
+from strop.loops.algorithm import demands_of
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder, open_folder
-from strop.loops.prepare import Prepared, prepare
+from strop.loops.prepare import Prepared
 from strop.loops.step_record import PromptTexts, episode_records, rollout_metrics, sample_of
 from strop.loops.supervised import warmup_steps
+from strop.loops.teacher import Teacher, load_teacher
 from strop.models.save import save_model
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
@@ -30,7 +31,6 @@ from strop.tracking.display import Display, StepView, Summary, make_display
 from strop.tracking.episodes import write_episodes
 from strop.tracking.metrics import MetricsWriter
 from strop.tracking.system import memory_bytes
-from strop.training.batching import token_batch
 from strop.training.checkpoint import save_checkpoint
 
 GIB = 1 << 30
@@ -42,7 +42,14 @@ class Run:
     step: steps that are done, which is also the version of the weights. before, after: held-out scores.
     """
 
-    def __init__(self, prepared: Prepared, roles: assembly.Roles, opened: OpenedFolder, display: Display) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        roles: assembly.Roles,
+        opened: OpenedFolder,
+        display: Display,
+        teacher: Teacher | None = None,
+    ) -> None:
         self.config: Config = prepared.config
         self.step = 0
         self.before: dict[str, float] = {}
@@ -55,6 +62,8 @@ class Run:
         self.engine = assembly.make_engine(prepared, roles)
         self.publisher = assembly.make_publisher(roles, self.engine)
         self.algorithm = prepared.algorithm
+        self.teacher = teacher
+        self._demands = demands_of(prepared.algorithm)
         self.stream: PromptStream = assembly.make_stream(prepared)
         self.collector = assembly.make_collector(
             prepared, roles, self.engine, self.stream, lambda done, total: display.progress("sampling", done, total)
@@ -62,7 +71,8 @@ class Run:
         self.trainer: Any = None
         self._texts = PromptTexts(prepared.train)
         self._trained: list[tuple[Episode, TokenStream]] = []
-        self._failed: list[Episode] = []
+        self._left_out: list[Episode] = []
+        self._batch_metrics: dict[str, float] = {}
         self._times: dict[str, float] = {}
         self._tokens = {"sampled": 0, "trained": 0}
         self._started = time.perf_counter()
@@ -76,25 +86,26 @@ class Run:
         return self.directory.path
 
     @classmethod
-    async def open(cls, config: Config, *, fresh: bool, recipe: str | None) -> Run:
-        """Check, load, and go to where the run had stopped.
+    async def open(cls, prepared: Prepared, *, fresh: bool, recipe: str | None) -> Run:
+        """Load, and go to where the run had stopped.
 
         Raises:
-            UserError: the recipe cannot work; nothing was written.
+            UserError: the run cannot be gone on with; nothing was written.
         """
-        prepared = prepare(config)
+        config = prepared.config
         torch.set_num_threads(prepared.hardware.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
         _seed(config.run.seed)
         display = make_display(config.tracking)
         try:
             roles = assembly.load_roles(prepared)
+            teacher = load_teacher(prepared, roles)
             opened = open_folder(prepared, roles, display, fresh=fresh, recipe=recipe)
         except BaseException:
             display.close()
             raise
         try:
-            run = cls(prepared, roles, opened, display)
+            run = cls(prepared, roles, opened, display, teacher)
             await run._restore(opened)
             run._show_start(opened)
             return run
@@ -132,30 +143,25 @@ class Run:
         return groups
 
     def build_batch(self, groups: Sequence[Group]) -> TokenBatch:
-        """Leave out what could not be verified, ask the roles for their log-probabilities, compute advantages.
+        """Leave out what cannot be trained, ask the roles for their log-probabilities, compute advantages.
 
         Raises:
             RunFailure: too many episodes could not be verified, or none was left.
         """
         self._phase("scoring")
         started = time.perf_counter()
-        episodes = [episode for group in groups for episode in group.episodes]
-        check_errors([reward_of(e) for e in episodes], first_step=self.step == 0, settings=self.config.rewards)
-        good = [e for e in episodes if e.status is not None and e.status.trainable and not math.isnan(e.reward)]
-        self._failed = [e for e in episodes if e not in good]
-        self._trained = [(episode, stream) for episode in good for stream in episode.streams()]
-        if not self._trained:
-            raise RunFailure("no episode of this step has a reward", mend="see the errors of the verifiers above")
-        batch = token_batch(
-            [stream for _, stream in self._trained],
-            rewards=[episode.reward for episode, _ in self._trained],
-            group_ids=[episode.group for episode, _ in self._trained],
-            truncated=[episode.status == "length" for episode, _ in self._trained],
-        )
+        collector = self.collector
+        episodes = [e for group in [*groups, *collector.discarded] for e in group.episodes]
+        judged = [*episodes, *collector.baselines.values()]
+        check_errors([reward_of(e) for e in judged], first_step=self.step == 0, settings=self.config.rewards)
+        chosen = step_batch.choose(groups, self._demands, collector.baselines)
+        batch, self._trained = step_batch.lay_out(chosen, self._demands, collector.baselines)
+        self._left_out = chosen.left_out
         self._check_staleness(batch)
-        if self.algorithm.needs_reference:
-            batch.ref_logprobs = self.trainer.logprobs(batch, role="reference")
-        batch.advantages = self.algorithm.advantages(batch)
+        self._batch_metrics = step_batch.group_metrics(
+            groups, collector.discarded, collector.refills, [] if chosen.silent else self._trained
+        )
+        self._batch_metrics |= step_batch.fill(batch, self.algorithm, self._demands, self.trainer, self.teacher)
         self._times["time/scoring"] = time.perf_counter() - started
         return batch
 
@@ -164,6 +170,8 @@ class Run:
         self._phase("training")
         started = time.perf_counter()
         stats: dict[str, float] = self.trainer.update(batch, self.algorithm)
+        # Where a correction has measured the mismatch, it did so before it took tokens out.
+        stats |= step_batch.mismatch(batch) | self._batch_metrics
         self._times["time/training"] = time.perf_counter() - started
         return stats
 
@@ -178,23 +186,25 @@ class Run:
     def record(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
         """Write the step's metrics and episodes, and show them; returns all metrics."""
         started = self._times.pop("start")
-        metrics = rollout_metrics(groups, max_new_tokens=self.config.rollout.max_new_tokens)
+        # What was sampled and replaced counts too: the reward of the groups that are left says little of the policy.
+        sampled = [*groups, *self.collector.discarded]
+        metrics = rollout_metrics(sampled, max_new_tokens=self.config.rollout.max_new_tokens)
         metrics |= stats | self._times
         trained = float(batch.loss_mask.sum())
         seconds = time.perf_counter() - started
         metrics |= {
             "tokens/trained": trained,
-            "staleness/max": float((self.step - 1 - batch.versions[batch.loss_mask]).max()),
+            "staleness/max": float(self.step - 1 - batch.versions[batch.versions >= 0].min()),
             "time/step": seconds,
             "throughput/tokens_per_second": metrics["tokens/sampled"] / seconds,
-            "throughput/completions_per_minute": 60 * sum(len(g.episodes) for g in groups) / seconds,
+            "throughput/completions_per_minute": 60 * sum(len(g.episodes) for g in sampled) / seconds,
             "memory/process_gib": memory_bytes()["process"] / GIB,
         }
         self._tokens["sampled"] += int(metrics["tokens/sampled"])
         self._tokens["trained"] += int(trained)
         every = self.config.tracking.episodes_every
         if every and self.step % every == 0:
-            records = episode_records(self._trained, batch, self._failed, self._texts)
+            records = episode_records(self._trained, batch, self._left_out, self._texts)
             write_episodes(self.directory.episodes_folder / f"step-{self.step:06d}.parquet", records)
         self.metrics.log(self.step, metrics)
         sample = sample_of(groups, self._texts, self.step)
@@ -323,7 +333,7 @@ class Run:
         }
 
     def _check_staleness(self, batch: TokenBatch) -> None:
-        age = self.step - batch.versions[batch.loss_mask]
+        age = self.step - batch.versions[batch.versions >= 0]
         oldest, youngest = int(age.max()), int(age.min())
         if oldest > self.config.rollout.max_staleness or youngest < 0:
             raise RunFailure(

@@ -1,0 +1,137 @@
+"""From a window of groups to the batch that a step trains: what is left out, what the roles say, the advantages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.advantages import no_spread
+from strop.algorithms.batch import TokenBatch
+from strop.algorithms.corrections import importance_weights
+from strop.algorithms.sampling_rules import overlong_filter
+from strop.errors import RunFailure
+from strop.loops.algorithm import Demands
+from strop.loops.teacher import Teacher
+from strop.rollout.episode import Episode, Group, TokenStream
+from strop.training.batching import token_batch
+
+
+@dataclass
+class Chosen:
+    """The episodes of a window: those that are trained and those left out, both in order. silent: no group had spread,
+    so that the step trains nothing."""
+
+    trained: list[Episode]
+    left_out: list[Episode] = field(default_factory=list)
+    silent: bool = False
+
+
+def has_spread(group: Group) -> bool:
+    """Whether the rewards of a group differ (max > min, as float32), counting episodes that have one."""
+    rewards = torch.tensor([e.reward for e in group.episodes if _believable(e)], dtype=torch.float32)
+    return len(rewards) > 1 and not bool(no_spread(rewards, torch.zeros(len(rewards), dtype=torch.int64)).any())
+
+
+def choose(groups: Sequence[Group], demands: Demands, baselines: Mapping[int, Episode]) -> Chosen:
+    """Leave out episodes without a reward, groups without the baseline they need, and groups without spread if asked.
+
+    Raises:
+        RunFailure: none was left because none could be verified.
+    """
+    found = Chosen([])
+    flat: list[Episode] = []
+    for group in groups:
+        judged = not demands.greedy or _believable(baselines[group.number])
+        for episode in group.episodes:
+            if not judged or not _believable(episode):
+                found.left_out.append(episode)
+            elif demands.without_spread == "drop" and not has_spread(group):
+                flat.append(episode)
+            else:
+                found.trained.append(episode)
+    if not found.trained and not flat:
+        raise RunFailure("no episode of this step has a reward", mend="see the errors of the verifiers above")
+    if not found.trained:
+        # Nothing to learn from: the step goes by without an update.
+        return Chosen(flat, found.left_out, silent=True)
+    found.left_out += flat
+    return found
+
+
+def lay_out(
+    chosen: Chosen, demands: Demands, baselines: Mapping[int, Episode]
+) -> tuple[TokenBatch, list[tuple[Episode, TokenStream]]]:
+    """The flat batch of the chosen episodes, and the stream that each of its sequences is."""
+    streams = [(episode, stream) for episode in chosen.trained for stream in episode.streams()]
+    numbers = {id(episode): number for number, episode in enumerate(chosen.trained)}
+    batch = token_batch(
+        [stream for _, stream in streams],
+        rewards=[episode.reward for episode, _ in streams],
+        group_ids=[episode.group for episode, _ in streams],
+        truncated=[episode.status == "length" for episode, _ in streams],
+    )
+    batch.episode_ids = torch.tensor([numbers[id(episode)] for episode, _ in streams], dtype=torch.int64)
+    if demands.greedy:
+        batch.greedy_rewards = torch.tensor([baselines[e.group].reward for e, _ in streams], dtype=torch.float32)
+    if demands.overlong_filter:
+        batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated, batch.seq_ids)
+    if chosen.silent:
+        batch.loss_mask = torch.zeros_like(batch.loss_mask)
+    return batch, streams
+
+
+def fill(
+    batch: TokenBatch, algorithm: Any, demands: Demands, trainer: Any, teacher: Teacher | None
+) -> dict[str, float]:
+    """Ask the roles for their log-probabilities, correct for the sampler, compute advantages; returns metrics."""
+    if demands.reference:
+        batch.ref_logprobs = trainer.logprobs(batch, role="reference")
+    if demands.old_logprobs:
+        batch.old_logprobs = trainer.logprobs(batch, role="policy")
+    metrics: dict[str, float] = {}
+    if demands.teacher:
+        assert teacher is not None, "the recipe was not checked"
+        batch.teacher_logprobs = teacher.logprobs(batch)
+        inside = batch.loss_mask
+        gap = (batch.sampler_logprobs - batch.teacher_logprobs)[inside]
+        metrics["kl/teacher"] = float(gap.mean()) if len(gap) else 0.0
+    if demands.old_logprobs and demands.correct:
+        metrics |= _numbers(algorithm.correct(batch))
+    batch.advantages = algorithm.advantages(batch)
+    return metrics
+
+
+def mismatch(batch: TokenBatch) -> dict[str, float]:
+    """How far trainer and sampler disagree, for a batch that has been trained: no pass of its own is needed.
+
+    The policy before the first update is `old_logprobs`, or with a single update what that update saw.
+    """
+    policy = batch.extra["logprobs"] if batch.old_logprobs is None else batch.old_logprobs
+    _, _, metrics = importance_weights(policy, batch.sampler_logprobs, batch.loss_mask, batch.seq_ids)
+    return _numbers(metrics)
+
+
+def group_metrics(
+    groups: Sequence[Group], discarded: Sequence[Group], refills: int, trained: Sequence[tuple[Episode, TokenStream]]
+) -> dict[str, float]:
+    """An account of the groups of a step: sampled = kept + discarded, and kept = trained + left out."""
+    return {
+        "groups/sampled": float(len(groups) + len(discarded)),
+        "groups/kept": float(len(groups)),
+        "groups/discarded": float(len(discarded)),
+        "groups/trained": float(len({episode.group for episode, _ in trained})),
+        "groups/refills": float(refills),
+    }
+
+
+def _believable(episode: Episode) -> bool:
+    return episode.status is not None and episode.status.trainable and not math.isnan(episode.reward)
+
+
+def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

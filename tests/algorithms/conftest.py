@@ -1,0 +1,8 @@
+"""The tests of algorithms in the loop train the tiny runs of `tests/loops/tiny_runs.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "loops"))

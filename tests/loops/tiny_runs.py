@@ -1,0 +1,206 @@
+"""Runs of a few seconds' worth: a recipe, and everything that can be seen of a run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import strop
+
+SOURCE = str(Path(strop.__file__).parents[1])
+HERE = str(Path(__file__).parent)
+
+RECIPE: dict[str, Any] = {
+    "model": {"create": {"characters": "0123456789+=", "hidden_size": 32, "layers": 1, "heads": 2, "context": 32}},
+    "data": {"train": {"path": "strop.data.arithmetic:problems", "arguments": {"count": 40, "digits": 1}}},
+    "rewards": {"verifiers": [{"kind": "python", "function": "tiny_rewards:spread"}]},
+    "rollout": {"groups_per_step": 4, "group_size": 4, "max_new_tokens": 4},
+    "training": {"optimizer": {"learning_rate": 1e-2}},
+    "tracking": {"display": "off", "tensorboard": False},
+    "run": {"steps": 2},
+    "hardware": {"threads": 1, "device": "cpu"},
+}
+HELD_OUT = {"path": "strop.data.arithmetic:problems", "arguments": {"count": 6, "digits": 1, "split": "eval"}}
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    """The recipe with other values, `recipe(**{"run.steps": 5})`; an index of a list is written `verifiers.0`."""
+    found = copy.deepcopy(RECIPE)
+    for key, value in changes.items():
+        put(found, key, copy.deepcopy(value))
+    return found
+
+
+def put(data: Any, key: str, value: Any) -> None:
+    """Set a dotted key in nested mappings and lists, making mappings on the way."""
+    *sections, last = key.split(".")
+    for section in sections:
+        if isinstance(data, list):
+            data = data[int(section)]
+        else:
+            if data.get(section) is None:
+                data[section] = {}
+            data = data[section]
+    if isinstance(data, list):
+        data[int(last)] = value
+    else:
+        data[last] = value
+
+
+# --- what a run leaves behind --------------------------------------------------------------------------------------
+
+
+def steps_of(run: Path) -> list[tuple[str, int, dict[str, Any]]]:
+    """Kind, step and metrics of each line, without those that depend on the clock and the machine."""
+    found = []
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        kept = {
+            name: value
+            for name, value in record["metrics"].items()
+            if not name.startswith(("time/", "throughput/", "memory/"))
+        }
+        found.append((record["kind"], record["step"], kept))
+    return found
+
+
+def weights_of(run: Path) -> bytes:
+    """The file of the latest checkpoint's weights."""
+    latest = (run / "checkpoints" / "latest").read_text().strip()
+    return (run / "checkpoints" / latest / "model" / "model.safetensors").read_bytes()
+
+
+def episodes_of(run: Path) -> list[Any]:
+    """Every record of every step, in order."""
+    from strop.tracking.episodes import read_episodes
+
+    return [record for path in sorted((run / "episodes").glob("*.parquet")) for record in read_episodes(path)]
+
+
+@dataclass
+class Seen:
+    """What can be seen of a run from outside; `parts` has a name for each thing."""
+
+    run: Path | None
+    error: BaseException | None
+    parts: dict[str, Any] = field(default_factory=dict)
+
+
+def observe(data: dict[str, Any], capture: Callable[[], str] = lambda: "") -> Seen:
+    """Train in this process, in the current folder, and look at everything.
+
+    Args:
+        capture: gives the text that was printed since it was last called.
+    """
+    import tiny_rewards
+    import torch
+
+    from strop.config.loading import load_config
+    from strop.errors import StropError
+    from strop.loops.online import train
+
+    tiny_rewards.STATE.clear()
+    capture()
+    threads = torch.get_num_threads()
+    before = set(Path.cwd().glob("*/*/run.json"))
+    error: BaseException | None = None
+    with counted() as counts:
+        try:
+            train(load_config(None, data=data), fresh=True)
+        except StropError as problem:
+            error = problem
+    parts: dict[str, Any] = {"outcome": "finished" if error is None else str(error), **counts}
+    parts["threads"] = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    parts["callers"] = tiny_rewards.STATE.get("peak", 0)
+    parts["text"] = capture()
+    [run] = [path.parent for path in set(Path.cwd().glob("*/*/run.json")) - before] or [None]
+    if run is not None:
+        parts |= _left_behind(run)
+    return Seen(run, error, parts)
+
+
+def _left_behind(run: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    metrics = steps_of(run)
+    files = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
+    episodes = episodes_of(run)
+    parts: dict[str, Any] = {
+        "folder": str(run.relative_to(Path.cwd())),
+        "metrics": metrics,
+        "names": sorted({name for _, _, line in metrics for name in line}),
+        "evaluations": [line for line in metrics if line[0] == "eval"],
+        "files": sorted(re.sub(r"tfevents.*", "tfevents", name) for name in files),
+        "prompts": [record.prompt_text for record in episodes],
+        "completions": [record.completion_text for record in episodes],
+        "rewards": [record.reward for record in episodes],
+    }
+    pointer = run / "checkpoints" / "latest"
+    if pointer.exists():
+        model = run / "checkpoints" / pointer.read_text().strip() / "model"
+        parts["parameters"] = load_file(model / "model.safetensors")
+        parts["model config"] = json.loads((model / "config.json").read_text())
+    return parts
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, Any]]:
+    """Count what the model is asked for, while it is used.
+
+    passes: tokens of each forward pass. blocks: passes through a feed-forward layer, those that are recomputed
+    included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small products.
+    """
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
+
+    from strop.models import logprobs
+    from strop.rollout.engines import packed_linear
+
+    counts: dict[str, Any] = {"passes": [], "blocks": 0, "logits": 0, "packed": 0}
+    forward, mlp, logits, product = (
+        LlamaModel.forward,
+        LlamaMLP.forward,
+        logprobs._logits,
+        packed_linear.packed_product,
+    )
+
+    def count_pass(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        counts["passes"].append(keywords["input_ids"].shape[1])
+        return forward(self, *arguments, **keywords)
+
+    def count(name: str, function: Any) -> Any:
+        def counting(*arguments: Any, **keywords: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments, **keywords)
+
+        return counting
+
+    with (
+        mock.patch.object(LlamaModel, "forward", count_pass),
+        mock.patch.object(LlamaMLP, "forward", count("blocks", mlp)),
+        mock.patch.object(logprobs, "_logits", count("logits", logits)),
+        mock.patch.object(packed_linear, "packed_product", count("packed", product)),
+    ):
+        yield counts
+
+
+# --- other processes -----------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    """Of a process that finds strop and the tests' reward functions, and computes with one thread."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([SOURCE, HERE]), "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: str) -> list[str]:
+    """`strop …` as a process."""
+    return [sys.executable, "-m", "strop", *arguments]

@@ -1,0 +1,444 @@
+"""Promise 7: every setting works or is refused. A walk over the schema: each key is changed, and a run must show it.
+
+The table below has one entry for each key: the recipe in which the key matters, another value for it, and what must
+then differ between the two runs. A key without an entry fails, so a new key cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import HELD_OUT, Seen, observe, put, recipe
+
+from strop.config.explain import leaves
+
+
+@dataclass(frozen=True)
+class Case:
+    """One change of one key.
+
+    new: the other value. shows: the part of `Seen.parts` that must differ; with "refused" the recipe must not be
+    accepted at all. context: the recipe in `CONTEXTS` that is changed. says: a pattern in the refusal or failure.
+    steady: the trained weights must be the same to 1e-5, because the key is only about how they are computed.
+    """
+
+    new: Any
+    shows: str = "parameters"
+    context: str = "plain"
+    says: str = ""
+    steady: bool = False
+
+
+# --- recipes -------------------------------------------------------------------------------------------------------
+
+RARELY = {"kind": "regex", "pattern": "[0-4]$"}
+LETTERS = {
+    "model.create.characters": "aA =",
+    "data.train": {"path": "letters.jsonl"},
+    "rollout.group_size": 16,
+    "rollout.max_new_tokens": 2,
+}
+NUMBERS = {
+    "model.create.characters": "1234 ",
+    "data.train": {"path": "numbers.jsonl"},
+    "rollout.group_size": 16,
+}
+TAGS = {
+    "model.create.characters": "<>/ab01",
+    "data.train": {"path": "tags.jsonl"},
+    "rollout.max_new_tokens": 10,
+    "warmup": {"steps": 40, "batch_size": 8, "optimizer": {"learning_rate": 2e-2, "schedule": "constant"}},
+}
+WARMUP = {"steps": 3, "batch_size": 4, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"}}
+OFF_POLICY = {"training.mini_batches": 2, "training.epochs": 2}
+# Where the held-out prompts matter, the completions of a model that is not trained are the same in both runs.
+FILES = {"data.eval": HELD_OUT, "warmup": {**WARMUP, "data": {"path": "rows.jsonl"}}}
+
+
+def verified(verifier: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return recipe(**{"rewards.verifiers": [verifier], **changes})
+
+
+def sources(prefix: str, **settings: Any) -> dict[str, Any]:
+    """A recipe with files everywhere, of which one source is what the key is about."""
+    found = recipe(**{"data.train": {"path": "rows.jsonl"}, "data.eval": {"path": "rows.jsonl"}})
+    put(found, "warmup", {**copy.deepcopy(WARMUP), "data": {"path": "rows.jsonl"}})
+    for place in ("data.train", "data.eval", "warmup.data"):
+        put(found, f"{place}.columns", {"answer": "first"})
+    put(found, prefix, {"columns": {"answer": "first"}, **settings})
+    return found
+
+
+CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": recipe,
+    "evaluated": lambda: recipe(**{"data.eval": HELD_OUT}),
+    "evaluated by chance": lambda: recipe(**{"data.eval": HELD_OUT, "evaluation.temperature": 1.0}),
+    "folder": lambda: recipe(model={"path": "first"}),
+    "code": lambda: recipe(model={"path": "code"}),
+    "wide": lambda: recipe(**{"model.create.hidden_size": 128, "model.create.intermediate_size": 1024}),
+    "lora": lambda: recipe(**{"model.lora": {"rank": 4}}),
+    "chat": lambda: recipe(model={"path": "chat"}),
+    "chat rendered": lambda: recipe(model={"path": "chat"}, **{"data.render": "chat"}),
+    "two digits": lambda: recipe(**{"data.train.arguments.digits": 2, "data.max_prompt_tokens": 5}),
+    "letters": lambda: verified({"kind": "exact"}, **LETTERS),
+    "numbers": lambda: verified({"kind": "numeric"}, **NUMBERS),
+    "pattern": lambda: verified(RARELY),
+    "tags": lambda: verified({"kind": "format", "tags": ["a"]}, **TAGS),
+    "unhurried": lambda: verified({"kind": "python", "function": "tiny_rewards:unhurried"}),
+    "callers": lambda: verified({"kind": "python", "function": "tiny_rewards:counts_callers"}),
+    "fails once": lambda: verified({"kind": "python", "function": "tiny_rewards:fails_once"}),
+    "fails later": lambda: verified(
+        {"kind": "python", "function": "tiny_rewards:fails_later"}, **{"rewards.retries": 0}
+    ),
+    "off-policy": lambda: recipe(**OFF_POLICY),
+    "reference": lambda: recipe(**{"algorithm.kl_coef": 0.5}),
+    "own": lambda: recipe(algorithm={"name": "own_algorithm:Own", "arguments": {"strength": 1.0}}),
+    "taught": lambda: recipe(
+        model={"path": "first"}, **{"algorithm.name": "opd", "algorithm.teacher": "second"}
+    ),
+    "discounted": lambda: recipe(**{"algorithm.name": "reinforce_pp"}),
+    "solved": lambda: verified(
+        {"kind": "regex", "pattern": "^"}, algorithm={"name": "grpo", "without_spread": "resample"}
+    ),
+    "overlong": lambda: recipe(**{"algorithm.overlong.penalty": 1.0}),
+    "half weight": lambda: recipe(**{"algorithm.correction": {"kind": "truncate", "high": 0.5}}),
+    # Under bfloat16 the sampler and the trainer do not agree on a log-probability.
+    "rounded": lambda: recipe(
+        **{"model.dtype": "bfloat16", "algorithm.correction": {"kind": "truncate", "high": 2.0}}
+    ),
+    "falling": lambda: recipe(**{"training.optimizer.schedule": "linear"}),
+    "warmup": lambda: recipe(warmup=WARMUP),
+    "warmup falling": lambda: recipe(warmup={**WARMUP, "optimizer": {**WARMUP["optimizer"], "schedule": "linear"}}),
+    "often saved": lambda: recipe(**{"checkpoint.every": 1}),
+    **{
+        f"{prefix} {kind}": lambda prefix=prefix, settings=settings: sources(prefix, **settings)
+        for prefix in ("data.train", "data.eval", "warmup.data")
+        for kind, settings in {
+            "file": {"path": "rows.jsonl"},
+            "mixed": {"path": "mixed"},
+            "saved": {"path": "saved"},
+            "named": {"path": "named", "format": "huggingface", "subset": "one"},
+            "python": {
+                "path": "strop.data.arithmetic:problems",
+                "arguments": {"count": 30, "digits": 1},
+                "columns": {},
+            },
+        }.items()
+    },
+}  # fmt: skip
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def of_a_source(prefix: str, shows: str) -> dict[str, Case]:
+    return {
+        f"{prefix}.path": Case("more.jsonl", shows, f"{prefix} file"),
+        f"{prefix}.format": Case("jsonl", "outcome", f"{prefix} mixed"),
+        f"{prefix}.split": Case("other", shows, f"{prefix} saved"),
+        f"{prefix}.subset": Case("two", shows, f"{prefix} named"),
+        f"{prefix}.arguments": Case({"count": 30, "digits": 1, "seed": 3}, shows, f"{prefix} python"),
+        f"{prefix}.columns.prompt": Case("question", shows, f"{prefix} file"),
+        f"{prefix}.columns.answer": Case("second", shows, f"{prefix} file"),
+        f"{prefix}.limit": Case(2, shows, f"{prefix} file"),
+    }  # fmt: skip
+
+
+def of_a_verifier(kind: str, context: str, other: dict[str, Any]) -> dict[str, Case]:
+    return {
+        f"rewards.verifiers[{kind}].name": Case("mine", "names", context),
+        f"rewards.verifiers[{kind}].weight": Case(0.5, "rewards", context),
+        f"rewards.verifiers[{kind}].kind": Case(other, "names", context),
+    }
+
+
+def of_an_optimizer(prefix: str, context: str, falling: str) -> dict[str, Case]:
+    return {
+        f"{prefix}.learning_rate": Case(1e-3, context=context),
+        f"{prefix}.beta1": Case(0.5, context=context),
+        f"{prefix}.beta2": Case(0.5, context=context),
+        f"{prefix}.eps": Case(1e-2, context=context),
+        f"{prefix}.weight_decay": Case(1.0, context=context),
+        f"{prefix}.max_grad_norm": Case(1e-6, context=context),
+        f"{prefix}.schedule": Case("linear", context=context),
+        f"{prefix}.warmup_steps": Case(2, context=context),
+        f"{prefix}.final_share": Case(0.5, context=falling),
+    }
+
+
+NUMERIC = {"kind": "numeric"}
+MISSING = {name: importlib.util.find_spec(name) is None for name in ("wandb", "mlflow")}
+
+TABLE: dict[str, Case] = {
+    "model.path": Case("second", context="folder"),
+    "model.create.characters": Case("0123456789=+"),
+    "model.create.hidden_size": Case(16),
+    "model.create.layers": Case(2),
+    "model.create.heads": Case(4),
+    "model.create.key_value_heads": Case(1),
+    "model.create.intermediate_size": Case(48),
+    "model.create.context": Case(24, "model config"),
+    "model.dtype": Case("bfloat16"),
+    "model.lora.rank": Case(2, context="lora"),
+    "model.lora.alpha": Case(4.0, context="lora"),
+    "model.lora.dropout": Case(0.5, context="lora"),
+    "model.lora.targets": Case(["q_proj"], context="lora"),
+    "model.activation_checkpointing": Case(True, "blocks", steady=True),
+    "model.trust_remote_code": Case(True, "outcome", "code"),
+    **of_a_source("data.train", "parameters"),
+    **of_a_source("data.eval", "evaluations"),
+    "data.shuffle": Case(False, "prompts"),
+    "data.render": Case("chat", "prompts", "chat"),
+    "data.system_prompt": Case("1+1=2", "prompts", "chat rendered"),
+    "data.prompt_template": Case("0{prompt}", "prompts"),
+    "data.max_prompt_tokens": Case(3, "refused", says="data.max_prompt_tokens"),
+    "data.overlong_prompts": Case("skip", "outcome", "two digits"),
+    **of_a_verifier("exact", "letters", RARELY),
+    "rewards.verifiers[exact].ignore_case": Case(True, "rewards", "letters"),
+    "rewards.verifiers[exact].strip": Case(False, "rewards", "letters"),
+    **of_a_verifier("numeric", "numbers", {"kind": "exact"}),
+    "rewards.verifiers[numeric].take": Case("first", "rewards", "numbers"),
+    "rewards.verifiers[numeric].tolerance": Case(20.0, "rewards", "numbers"),
+    **of_a_verifier("regex", "pattern", NUMERIC),
+    "rewards.verifiers[regex].pattern": Case("[5-9]", "rewards", "pattern"),
+    **of_a_verifier("format", "tags", NUMERIC),
+    "rewards.verifiers[format].tags": Case(["a", "b"], "rewards", "tags"),
+    **of_a_verifier("python", "plain", RARELY),
+    "rewards.verifiers[python].function": Case("tiny_rewards:lengths", "rewards"),
+    "rewards.verifiers[python].arguments": Case({"scale": 2.0}, "rewards"),
+    "rewards.timeout": Case(0.05, "outcome", "unhurried", says=r"timeout.*rewards\.timeout"),
+    "rewards.retries": Case(0, "outcome", "fails once", says="busy"),
+    "rewards.max_error_share": Case(0.0, "outcome", "fails later", says=r"max_error_share allows 0%"),
+    "rewards.correct_at": Case(0.5, "metrics", steady=True),
+    "rewards.workers": Case(1, "callers", "callers", steady=True),
+    "algorithm.name": Case("dr_grpo"),
+    "algorithm.baseline": Case("none"),
+    "algorithm.scale": Case("none"),
+    "algorithm.loss": Case("reinforce", context="off-policy"),
+    "algorithm.clip_low": Case(0.01, context="off-policy"),
+    "algorithm.clip_high": Case(0.01, context="off-policy"),
+    "algorithm.dual_clip": Case(1.01, context="off-policy"),
+    "algorithm.aggregation": Case("token_mean"),
+    "algorithm.kl_coef": Case(0.5),
+    "algorithm.kl_kind": Case("k1", context="reference"),
+    "algorithm.kl_in": Case("reward", context="reference"),
+    "algorithm.entropy_coef": Case(0.1),
+    "algorithm.dialect": Case("prime_rl"),
+    "algorithm.arguments": Case({"strength": 2.0}, context="own"),
+    "algorithm.teacher": Case("chat", context="taught"),
+    "algorithm.scale_eps": Case(0.1),
+    "algorithm.gamma": Case(0.5, context="discounted"),
+    "algorithm.whiten_unbiased": Case(False, context="discounted"),
+    "algorithm.lam": Case(0.5, "refused", says="lam is not a choice"),
+    "algorithm.observations": Case("state", "refused", says="observations is not a choice"),
+    "algorithm.value_clip": Case(0.1, "refused", says="value_clip is not a choice"),
+    "algorithm.kl_clamp": Case(1e-5, context="reference"),
+    "algorithm.kl_input_clamp": Case(1e-4, context="reference"),
+    "algorithm.kl_importance_weighted": Case(True, context="reference"),
+    "algorithm.positive_nll": Case(0.5),
+    "algorithm.without_spread": Case("resample", "completions", "pattern"),
+    "algorithm.max_refills": Case(1, "metrics", "solved"),
+    "algorithm.overlong.filter": Case(True),
+    "algorithm.overlong.penalty": Case(1.0),
+    "algorithm.overlong.buffer": Case(3, context="overlong"),
+    "algorithm.correction.kind": Case("mask", context="half weight"),
+    "algorithm.correction.level": Case("sequence", context="rounded"),
+    "algorithm.correction.low": Case(1.0, context="rounded"),
+    "algorithm.correction.high": Case(0.3, context="rounded"),
+    "algorithm.correction.veto": Case(0.9999, context="rounded"),
+    "algorithm.correction.off_policy": Case(0.0, context="off-policy"),
+    "rollout.groups_per_step": Case(2),
+    "rollout.group_size": Case(3),
+    "rollout.max_new_tokens": Case(3, "completions"),
+    "rollout.temperature": Case(0.5, "completions"),
+    "rollout.stop": Case(["1", "3"], "completions"),
+    "rollout.max_staleness": Case(1, "refused", says=r"rollout\.max_staleness"),
+    "rollout.engine.kind": Case("vllm", "refused", says=r"rollout\.engine\.kind"),
+    "rollout.engine.max_sequences": Case(3, "passes", steady=True),
+    "rollout.engine.prefill_tokens": Case(5, "passes", steady=True),
+    "rollout.engine.pack_weights": Case(False, "packed", "wide", steady=True),
+    **of_an_optimizer("training.optimizer", "plain", "falling"),
+    "training.mini_batches": Case(2),
+    "training.epochs": Case(2),
+    "training.tokens_per_micro_batch": Case(24, "passes", steady=True),
+    "training.logprob_chunk": Case(8, "logits", steady=True),
+    **of_a_source("warmup.data", "parameters"),
+    "warmup.steps": Case(2, context="warmup"),
+    "warmup.batch_size": Case(2, context="warmup"),
+    **of_an_optimizer("warmup.optimizer", "warmup", "warmup falling"),
+    "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
+    "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
+    "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
+    "evaluation.temperature": Case(1.0, "evaluations", "evaluated", steady=True),
+    "evaluation.max_new_tokens": Case(1, "evaluations", "evaluated", steady=True),
+    "checkpoint.every": Case(1, "files", steady=True),
+    "checkpoint.keep": Case(1, "files", "often saved", steady=True),
+    "tracking.display": Case("plain", "text", steady=True),
+    "tracking.tensorboard": Case(True, "files", steady=True),
+    "tracking.wandb_project": Case("p", "refused", says="tracking.wandb_project"),
+    "tracking.mlflow_uri": Case("http://localhost:1", "refused", says="tracking.mlflow_uri"),
+    "tracking.episodes_every": Case(2, "files", steady=True),
+    "run.steps": Case(1),
+    "run.seed": Case(1),
+    "run.name": Case("mine", "folder", steady=True),
+    "run.folder": Case("elsewhere", "folder", steady=True),
+    "hardware.device": Case("cuda" if torch.backends.mps.is_available() else "mps", "refused", says="hardware.device"),
+    "hardware.threads": Case(2, "threads", steady=True),
+}  # fmt: skip
+
+
+# --- what the recipes need -----------------------------------------------------------------------------------------
+
+
+OWN = """
+from dataclasses import dataclass
+from strop.algorithms.policy_gradient import PolicyGradient
+
+@dataclass(kw_only=True)
+class Own(PolicyGradient):
+    strength: float = 1.0
+
+    def rewards(self, batch):
+        return super().rewards(batch) ** self.strength
+"""
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the data and models that the recipes name; the working folder of every run."""
+    folder = tmp_path_factory.mktemp("walk")
+    rows = [
+        {"prompt": f"{n}+{n + 1}=", "question": f"{n}=", "first": str(2 * n + 1), "second": str(n)} for n in range(9)
+    ]
+    others = [{**row, "prompt": f"{row['question']}{row['prompt']}"} for row in rows]
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "more.jsonl", others)
+    write_rows(folder / "letters.jsonl", [{"prompt": "a=", "answer": "a"}, {"prompt": "A=", "answer": "A"}])
+    write_rows(folder / "numbers.jsonl", [{"prompt": "1 ", "answer": 1}, {"prompt": "2 ", "answer": 2}])
+    write_rows(folder / "tags.jsonl", [{"prompt": "0", "answer": "<a>1</a>"}, {"prompt": "1", "answer": "<a>0</a>"}])
+    write_rows(folder / "mixed" / "rows.jsonl", rows)
+    (folder / "own_algorithm.py").write_text(OWN)
+    _datasets(folder, rows, others)
+    _models(folder)
+    patch = pytest.MonkeyPatch()
+    patch.chdir(folder)
+    # Nothing here outlives the machine, and flushing to the disk is most of the time of so short a run.
+    patch.setattr("os.fsync", lambda _: None)
+    patch.setattr("strop.data.huggingface._hub_answers", lambda: False)
+    patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
+    patch.syspath_prepend(str(folder / "modules"))
+    yield folder
+    patch.undo()
+
+
+def _datasets(folder: Path, rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    import datasets
+
+    train, other = datasets.Dataset.from_list(rows), datasets.Dataset.from_list(others)
+    datasets.DatasetDict({"train": train, "other": other}).save_to_disk(str(folder / "saved"))
+    train.to_parquet(str(folder / "mixed" / "rows.parquet"))
+    write_rows(folder / "named" / "one.jsonl", rows)
+    write_rows(folder / "named" / "two.jsonl", others)
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("one", "two"))
+    (folder / "named" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+
+
+def _models(folder: Path) -> None:
+    from strop.config.model import NewModel
+    from strop.models.create import create_model
+    from strop.models.save import save_model
+
+    settings = NewModel(characters="0123456789+=u:", hidden_size=32, layers=1, heads=2, context=48)
+    for seed, name in enumerate(("first", "second", "chat", "code")):
+        model, tokenizer = create_model(settings, seed=seed)
+        if name == "chat":
+            tokenizer.chat_template = "{% for m in messages %}{{ 'u:' + m['content'] }}{% endfor %}"
+        save_model(model, tokenizer, folder / name)
+    config = json.loads((folder / "code" / "config.json").read_text())
+    config |= {
+        "model_type": "mine",
+        "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.MineForCausalLM"},
+    }
+    (folder / "code" / "config.json").write_text(json.dumps(config | {"architectures": ["MineForCausalLM"]}))
+    (folder / "code" / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Mine(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineForCausalLM(LlamaForCausalLM):\n    config_class = Mine\n"
+    )
+
+
+# --- the walk ------------------------------------------------------------------------------------------------------
+
+_BASES: dict[str, Seen] = {}
+
+
+def base_of(context: str, capture: Callable[[], str]) -> Seen:
+    if context not in _BASES:
+        _BASES[context] = observe(CONTEXTS[context](), capture)
+    return _BASES[context]
+
+
+def changed(leaf: str, case: Case) -> dict[str, Any]:
+    data = CONTEXTS[case.context]()
+    key = re.sub(r"\[\w+\]", ".0", leaf)
+    # A verifier of another kind has other keys, so the whole entry is replaced.
+    put(
+        data,
+        key.removesuffix(".kind")
+        if leaf.startswith("rewards.") and isinstance(case.new, dict) and leaf.endswith(".kind")
+        else key,
+        case.new,
+    )
+    return data
+
+
+def differ(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and any(isinstance(value, torch.Tensor) for value in a.values()):
+        return a.keys() != b.keys() or not all(torch.equal(a[name], b[name]) for name in a)
+    return json.dumps(a) != json.dumps(b)
+
+
+def test_every_key_is_in_the_table_and_no_other() -> None:
+    keys = [leaf.path for leaf in leaves()]
+    assert sorted(keys) == sorted(TABLE)
+
+
+@pytest.mark.parametrize("leaf", [leaf.path for leaf in leaves()])
+def test_key(leaf: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = TABLE[leaf]
+
+    def capture() -> str:
+        return capsys.readouterr().out
+
+    if leaf in ("tracking.wandb_project", "tracking.mlflow_uri") and not MISSING[leaf[9:].partition("_")[0]]:
+        pytest.skip("the package is installed; tests/tracking has its test")
+    found = observe(changed(leaf, case), capture)
+    if case.shows == "refused":
+        assert found.error is not None
+        assert found.run is None
+        assert re.search(case.says, str(found.error)), found.error
+        return
+    base = base_of(case.context, capture)
+    assert differ(base.parts[case.shows], found.parts[case.shows]), f"{leaf} = {case.new!r} has no effect"
+    if case.shows == "outcome":
+        assert "finished" in (base.parts["outcome"], found.parts["outcome"])
+        assert re.search(case.says, str(found.error or base.error), re.DOTALL), found.error
+    else:
+        assert (base.parts["outcome"], found.parts["outcome"]) == ("finished", "finished")
+    if case.steady:
+        for name, tensor in base.parts["parameters"].items():
+            torch.testing.assert_close(found.parts["parameters"][name], tensor, atol=1e-5, rtol=1e-5)
