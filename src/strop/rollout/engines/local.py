@@ -1,9 +1,8 @@
 """The embedded engine: samples with the trainer's own module, on any device, with continuous batching.
 
 Sequences that share a prompt are prefilled once; a finished sequence leaves the batch and a waiting one enters; each
-token is drawn from its sample's own random stream. transformers' own continuous batching was measured first and gave
-neither log-probabilities of sampled tokens nor a stream for each sample, at under half the speed
-(docs/performance.md).
+token is drawn from its sample's own random stream. transformers' own continuous batching was looked at first: it can
+give log-probabilities, but a draw there depends on its neighbours in the batch, which resuming bit for bit rules out.
 """
 
 from __future__ import annotations
