@@ -267,13 +267,13 @@ def test_the_summary_says_what_happened_and_what_to_do_next() -> None:
     console = recorded(80, 24)
     print_summary(console, SUMMARY)
     lines = [line.strip() for line in output(console).splitlines()]
-    assert "accuracy     41.0 % → 95.5 % (+54.5 points)" in lines
-    assert "reward       0.410 → 0.950" in lines
-    assert "time         40 steps in 1:32, 1.2M tokens sampled, 1.2M trained" in lines
-    assert "model        runs/quickstart/checkpoints/step-000040/model" in lines
-    assert "metrics      runs/quickstart/metrics.jsonl" in lines
-    assert "curves       tensorboard --logdir runs/quickstart/events" in lines
-    assert "next         strop sample runs/quickstart" in lines
+    assert "accuracy          41.0 % → 95.5 % (+54.5 points)" in lines
+    assert "reward            0.410 → 0.950" in lines
+    assert "time              40 steps in 1:32, 1.2M tokens sampled, 1.2M trained" in lines
+    assert "model             runs/quickstart/checkpoints/step-000040/model" in lines
+    assert "metrics           runs/quickstart/metrics.jsonl" in lines
+    assert "curves            tensorboard --logdir runs/quickstart/events" in lines
+    assert "next              strop sample runs/quickstart" in lines
 
 
 def test_the_summary_of_a_failed_run_and_long_paths() -> None:
@@ -283,7 +283,7 @@ def test_the_summary_of_a_failed_run_and_long_paths() -> None:
     text = output(console)
     assert "failed after step 3 of 9" in text
     assert re.search(r"why +boom", text)
-    assert f"run          {long}\n" in text  # in one piece, to be copied
+    assert f"run               {long}\n" in text  # in one piece, to be copied
     assert re.search(r"next +strop train r\n", text)
     assert "strop sample" not in text
 
