@@ -158,7 +158,7 @@ def evaluate(
     Examples:
       strop eval recipes/quickstart.yaml --model runs/quickstart
       strop eval runs/quickstart                       a run, by its own recipe
-      strop eval recipes/smollm2-cpu.yaml --prompts 50 evaluation.samples=4
+      strop eval recipes/smollm2-cpu.yaml --prompts 50 evaluation.samples=4 evaluation.temperature=1
     """
     file = recipe
     if recipe.is_dir():

@@ -136,7 +136,8 @@ def _left_behind(run: Path) -> dict[str, Any]:
     files = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
     episodes = episodes_of(run)
     parts: dict[str, Any] = {
-        "folder": str(run.relative_to(Path.cwd())),
+        # Runs of one name count up, which says nothing of their settings.
+        "folder": re.sub(r"-\d+$", "", str(run.relative_to(Path.cwd()))),
         "metrics": metrics,
         "names": sorted({name for _, _, line in metrics for name in line}),
         "evaluations": [line for line in metrics if line[0] == "eval"],

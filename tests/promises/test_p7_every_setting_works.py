@@ -350,6 +350,7 @@ def _datasets(folder: Path, rows: list[dict[str, Any]], others: list[dict[str, A
 
     train, other = datasets.Dataset.from_list(rows), datasets.Dataset.from_list(others)
     datasets.DatasetDict({"train": train, "other": other}).save_to_disk(str(folder / "saved"))
+    train.save_to_disk(str(folder / "single"))
     train.to_parquet(str(folder / "mixed" / "rows.parquet"))
     write_rows(folder / "named" / "one.jsonl", rows)
     write_rows(folder / "named" / "two.jsonl", others)
@@ -442,3 +443,53 @@ def test_key(leaf: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> 
     if case.steady:
         for name, tensor in base.parts["parameters"].items():
             torch.testing.assert_close(found.parts["parameters"][name], tensor, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("context", ["plain", "evaluated by chance", "off-policy", "lora", "warmup", "often saved"])
+def test_without_a_change_there_is_no_difference(
+    context: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or the walk would show nothing."""
+
+    def capture() -> str:
+        return capsys.readouterr().out
+
+    first, again = base_of(context, capture), observe(CONTEXTS[context](), capture)
+    assert first.parts.keys() == again.parts.keys()
+    assert [name for name in first.parts if differ(first.parts[name], again.parts[name])] == []
+
+
+IDLE: dict[str, Any] = {
+    "evaluation.every": 5,
+    "evaluation.temperature": 1.0,
+    "training.optimizer.final_share": 0.5,
+    "model.trust_remote_code": True,
+    "data.train.split": "test",
+    "data.train.subset": "main",
+}
+
+
+@pytest.mark.parametrize("key", IDLE)
+def test_a_key_that_would_have_no_effect_beside_the_others_is_refused(key: str, workplace: Path) -> None:
+    found = observe(recipe(**{key: IDLE[key]}))
+    assert found.run is None
+    assert f"`{key}` has no effect" in str(found.error)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "changes"),
+    [
+        ("evaluation.samples", 3, {"data.eval": HELD_OUT}),
+        ("warmup.optimizer.final_share", 0.5, {"warmup": WARMUP}),
+        ("data.train.arguments", {"count": 3}, {"data.train": {"path": "rows.jsonl"}}),
+        ("data.train.split", "other", {"data.train": {"path": "rows.jsonl"}}),
+        ("data.train.subset", "one", {"data.train": {"path": "saved"}}),
+        ("data.train.split", "other", {"data.train": {"path": "single"}}),
+    ],
+)
+def test_so_is_one_that_the_data_or_another_setting_leaves_no_room_for(
+    key: str, value: Any, changes: dict[str, Any], workplace: Path
+) -> None:
+    found = observe(recipe(**{**changes, key: value}))
+    assert found.run is None
+    assert f"`{key}` has no effect" in str(found.error)

@@ -13,6 +13,7 @@ from strop.config import Config
 from strop.config.model import ModelSettings
 from strop.data.prompts import Prompt, PromptDataset
 from strop.errors import UserError
+from strop.loops.event_loop import run_to_end
 from strop.rewards.composition import check_errors
 from strop.rewards.protocol import Scorer
 from strop.rollout.collector import reward_of, sample_turn, score_episodes
@@ -146,4 +147,4 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         await prepared.scorer.close()
         return scores
 
-    return asyncio.run(work())
+    return run_to_end(work)

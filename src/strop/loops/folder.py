@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,13 @@ class OpenedFolder:
     def close(self, error: BaseException) -> None:
         """Give the folder back after something failed."""
         self.metrics.close()
-        self.directory.__exit__(type(error), error, None)
+        close_after(self.directory, error)
+
+
+def close_after(directory: RunDirectory, error: BaseException) -> None:
+    """Note in a run's manifest how it ended. asyncio turns Ctrl-C into a cancellation before the run sees it."""
+    seen = KeyboardInterrupt() if isinstance(error, asyncio.CancelledError) else error
+    directory.__exit__(type(seen), seen, None)
 
 
 def open_folder(prepared: Prepared, roles: Roles, display: Display, *, fresh: bool, recipe: str | None) -> OpenedFolder:
@@ -65,7 +72,7 @@ def open_folder(prepared: Prepared, roles: Roles, display: Display, *, fresh: bo
         directory.write_config(resolved_yaml(config), config_hash=config_hash(config), steps=config.run.steps)
         return _opened(directory, config, display, latest_checkpoint(directory.checkpoints_folder))
     except BaseException as error:
-        directory.__exit__(type(error), error, None)
+        close_after(directory, error)
         raise
 
 

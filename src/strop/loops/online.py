@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strop.config import Config
+from strop.loops.event_loop import run_to_end
 from strop.loops.prepare import prepare
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ def train(config: Config, *, fresh: bool = False, recipe: str | None = None) -> 
         UserError: something in the recipe cannot work; nothing was written.
         RunFailure: something failed while running; the last checkpoint is kept.
     """
-    return _run_async(lambda: _train(config, fresh=fresh, recipe=recipe))
+    return run_to_end(lambda: _train(config, fresh=fresh, recipe=recipe))
 
 
 async def _train(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
@@ -71,43 +69,6 @@ async def open_run(config: Config, *, fresh: bool = False, recipe: str | None = 
         raise
     else:
         await run.close(None)
-
-
-def _run_async(work: Callable[[], Any]) -> Any:
-    """Run a coroutine to its end, also from inside a notebook, whose own event loop is already running."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        with _terminated_as_interrupt():
-            return asyncio.run(work())
-    result: list[Any] = []
-    failure: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(asyncio.run(work()))
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=target, name="strop")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
-
-
-@contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does, so that it is noted as interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 __all__ = ["TrainingSummary", "open_run", "train"]

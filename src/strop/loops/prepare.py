@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from strop.config import Config
 from strop.errors import ConfigError, DataError, UserError
 from strop.loops.algorithm import make_algorithm
+from strop.loops.idle import check_idle
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
@@ -40,6 +41,7 @@ def prepare(config: Config) -> Prepared:
         UserError: something is missing or does not fit; the error says what, where and how to mend it.
     """
     _check_reference(config)
+    check_idle(config)
 
     # What needs no torch comes first: importing it takes longer than most of these checks.
     from strop.data.sources import open_source

@@ -18,7 +18,7 @@ from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
 from strop.loops.algorithm import demands_of
 from strop.loops.evaluate import evaluate, evaluation_settings
-from strop.loops.folder import OpenedFolder, open_folder
+from strop.loops.folder import OpenedFolder, close_after, open_folder
 from strop.loops.prepare import Prepared
 from strop.loops.step_record import PromptTexts, episode_records, rollout_metrics, sample_of
 from strop.loops.supervised import warmup_steps
@@ -119,6 +119,11 @@ class Run:
     async def begin(self) -> None:
         """Warm up and score the model, unless the run has gone past that."""
         if self._resumed:
+            if self.step >= self.config.run.steps:
+                self.display.message(
+                    f"all {self.step} steps of this run are done; raise run.steps to go on with it, or start a new run "
+                    "with --fresh"
+                )
             return
         if self.config.warmup is not None:
             self._warm_up()
@@ -277,7 +282,7 @@ class Run:
         if error is None:
             self.directory.close("finished" if self.step >= self.config.run.steps else "interrupted")
         else:
-            self.directory.__exit__(type(error), error, None)
+            close_after(self.directory, error)
 
     # What the verbs stand on.
 

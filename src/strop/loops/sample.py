@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from typing import Any
 
 from strop.config.model import ModelSettings
 from strop.errors import UserError
+from strop.loops.event_loop import run_to_end
 from strop.models.load import load_model
 from strop.rollout.engine import SampleRequest, SampleSettings
 from strop.rollout.engines.local import LocalEngine
@@ -68,7 +68,7 @@ def chat(
             )
         turn += 1
         request = SampleRequest(tuple(ids), SampleSettings(room, temperature), (turn,))
-        found = asyncio.run(engine.generate(request))
+        found = run_to_end(lambda: engine.generate(request))
         said: str = tokenizer.decode(found.tokens, skip_special_tokens=True)
         messages.append({"role": "assistant", "content": said})
         return said

@@ -1,0 +1,81 @@
+"""Settings that would have no effect beside the others: refused, because a setting is written to change something.
+
+The choices of an algorithm are looked at in `algorithms/policy_gradient.py`; here is everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from strop.config import Config
+from strop.config.data import DataSource
+from strop.config.run import EvaluationSettings
+from strop.config.training import OptimizerSettings
+from strop.errors import ConfigError, UserError
+
+
+def check_idle(config: Config) -> None:
+    """Raise ConfigError with every setting that differs from its default and would change nothing.
+
+    Values count, not what was written: a run goes on from a configuration in which every default is written out.
+    """
+    problems = list(_idle(config))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _idle(config: Config) -> Iterator[UserError]:
+    if config.data.eval is None:
+        default = EvaluationSettings()
+        for name in EvaluationSettings.model_fields:
+            if getattr(config.evaluation, name) != getattr(default, name):
+                yield _problem(f"evaluation.{name}", "without held-out prompts", "add data.eval")
+    elif config.evaluation.samples > 1 and config.evaluation.temperature == 0:
+        yield _problem(
+            "evaluation.samples", "at temperature 0, where every sample is the same", "set evaluation.temperature too"
+        )
+    yield from _idle_optimizer("training.optimizer", config.training.optimizer)
+    if config.warmup is not None:
+        yield from _idle_optimizer("warmup.optimizer", config.warmup.optimizer)
+    if config.model.create is not None and config.model.trust_remote_code:
+        yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
+    sources = {"data.train": config.data.train, "data.eval": config.data.eval}
+    if config.warmup is not None:
+        sources["warmup.data"] = config.warmup.data
+    for key, source in sources.items():
+        if source is not None:
+            yield from _idle_source(key, source)
+
+
+def _idle_optimizer(key: str, settings: OptimizerSettings) -> Iterator[UserError]:
+    if settings.schedule == "constant" and settings.final_share:
+        yield _problem(f"{key}.final_share", "with a constant learning rate", f"set {key}.schedule to linear or cosine")
+
+
+def _idle_source(key: str, settings: DataSource) -> Iterator[UserError]:
+    from strop.data.sources import detect
+
+    if settings.arguments or settings.subset is not None or settings.split != "train":
+        # Only now: it looks at the disk.
+        kind = settings.format if settings.format != "auto" else detect(settings.path)
+        names = {"jsonl": "a JSON lines file", "parquet": "a Parquet file", "python": "a Python function"}
+        found = names.get(kind, "a Hugging Face dataset")
+        folder = Path(settings.path).expanduser()
+        if settings.arguments and kind != "python":
+            yield _problem(f"{key}.arguments", f"on {found}; they are those of a Python function")
+        if settings.subset is not None and (kind != "huggingface" or (folder.is_dir() and _is_saved(folder))):
+            yield _problem(f"{key}.subset", f"on {found}" if kind != "huggingface" else "on a saved dataset")
+        if settings.split != "train" and (kind != "huggingface" or (folder / "state.json").exists()):
+            what = f"on {found}" if kind != "huggingface" else "on a saved dataset of one split"
+            arguments = f"; for a split of its own, set {key}.arguments" if kind == "python" else ""
+            yield _problem(f"{key}.split", what + arguments)
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
+
+
+def _problem(key: str, why: str, otherwise: str = "") -> UserError:
+    mend = "remove it" + (f", or {otherwise}" if otherwise else "")
+    return UserError(f"`{key}` has no effect {why}", where=key, mend=mend)
