@@ -13,9 +13,9 @@ import pytest
 
 from strop.rewards.protocol import Completed, Reward
 from strop.rollout.admission import Admission
-from strop.rollout.collector import Collector
+from strop.rollout.collector import Collector, apply_reward, reward_of
 from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings
-from strop.rollout.episode import Status
+from strop.rollout.episode import Episode, Status
 
 
 @dataclass(frozen=True)
@@ -215,3 +215,13 @@ async def test_cancelling_a_window_cancels_its_samples() -> None:
         await asyncio.sleep(0)
     assert not engine.done
     assert len(engine.cancelled) == 12
+
+
+@pytest.mark.parametrize("status", ["verifier_error", "timeout"])
+def test_a_failed_reward_comes_back_as_it_was_written(status: Any) -> None:
+    episode = Episode(0, 0, status=Status.STOP)
+    reward = Reward(float("nan"), {"format": 1.0}, None, status, "judge: no answer", "judge")
+    apply_reward(episode, reward)
+    found = reward_of(episode)
+    assert (found.status, found.failed, found.detail) == (status, "judge", "judge: no answer")
+    assert found.components == {"format": 1.0}

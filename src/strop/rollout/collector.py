@@ -206,7 +206,7 @@ async def score_episodes(episodes: Sequence[Episode], prompt: PromptLike, scorer
 def apply_reward(episode: Episode, reward: Reward) -> None:
     """Write one reward into its episode."""
     episode.components = dict(reward.components)
-    episode.detail = reward.detail
+    episode.detail, episode.failed = reward.detail, reward.failed
     if reward.status == "ok":
         episode.reward, episode.correct = reward.total, reward.correct
     else:
@@ -218,7 +218,7 @@ def reward_of(episode: Episode) -> Reward:
     if episode.status is None or episode.status.trainable:
         return Reward(episode.reward, episode.components, episode.correct, detail=episode.detail)
     status: Any = str(episode.status)
-    return Reward(episode.reward, episode.components, None, status, episode.detail)
+    return Reward(episode.reward, episode.components, None, status, episode.detail, episode.failed)
 
 
 def _completed(episode: Episode, prompt: PromptLike) -> Completed:

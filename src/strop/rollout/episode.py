@@ -77,6 +77,7 @@ class Episode:
         sample: index within the group.
         row: the data row: prompt, answer and every other column.
         prompt_id: stable name of the row in its dataset.
+        failed: name of the verifier that could not score the completion; empty otherwise.
     """
 
     group: int
@@ -88,6 +89,7 @@ class Episode:
     components: dict[str, float] = field(default_factory=dict)
     correct: bool | None = None
     detail: str = ""
+    failed: str = ""
     completion: str = ""
     turns: list[Turn] = field(default_factory=list)
 
