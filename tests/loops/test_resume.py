@@ -144,19 +144,36 @@ def test_a_run_that_another_process_trains_is_refused(place: Path) -> None:
     train("run.steps=4")
 
 
-def test_a_stopped_run_says_how_to_go_on(place: Path) -> None:
-    """SIGTERM; it is handled by raising SIGINT, so this is Ctrl-C too."""
+@pytest.mark.parametrize(
+    ("stop", "started"),
+    [
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_IGN),
+    ],
+)
+def test_a_stopped_run_says_how_to_go_on(place: Path, stop: signal.Signals, started: Any) -> None:
+    """A script's background process (`strop train ... &`) starts with SIGINT ignored, and must still end on SIGTERM."""
     write(**{"run.steps": 100000, "checkpoint.every": 2})
-    process = subprocess.Popen(
-        command("train", "recipe.yaml"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    # A handler is set back to the default in a new process, and only "ignored" is handed down.
+    before = signal.signal(signal.SIGINT, started)
+    try:
+        process = subprocess.Popen(
+            command("train", "recipe.yaml"),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     metrics = Path("runs/recipe/metrics.jsonl")
     give_up = time.monotonic() + 120
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < give_up
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(stop)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert said == "stopped; the same command goes on from the last checkpoint\n"

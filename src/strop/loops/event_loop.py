@@ -20,9 +20,23 @@ def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with _terminated_as_interrupt():
-            return asyncio.run(work())
+        return _in_this_thread(work)
     return _in_a_thread(work)
+
+
+def _in_this_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    terminated = threading.Event()
+
+    async def watched() -> T:
+        with _cancelled_by_sigterm(terminated):
+            return await work()
+
+    try:
+        return asyncio.run(watched())
+    except asyncio.CancelledError:
+        if terminated.is_set():
+            raise KeyboardInterrupt from None
+        raise
 
 
 def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -59,12 +73,27 @@ def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 @contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end a run as Ctrl-C does, so that it is noted as interrupted."""
+def _cancelled_by_sigterm(terminated: threading.Event) -> Iterator[None]:
+    """Let SIGTERM cancel the task that this is entered in, as `asyncio.run` lets Ctrl-C; a second one raises at once.
+
+    SIGTERM is not passed on as SIGINT: a process that a script started in the background ignores SIGINT, and would
+    ignore both.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+
+    def terminate(*_: Any) -> None:
+        if terminated.is_set():
+            raise KeyboardInterrupt
+        terminated.set()
+        task.cancel()
+        # Or a loop that waits for a file or a clock would sleep on.
+        loop.call_soon_threadsafe(lambda: None)
+
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
