@@ -142,6 +142,8 @@ EXAMPLES: dict[str, list[str]] = {
         "dpo(tensor([-1.0]), tensor([-4.0]), tensor([-1.0]), tensor([-2.0]))",
     ],
     "cdpo": ["cdpo(tensor([-1.0]), tensor([-4.0]), tensor([-1.0]), tensor([-2.0]))"],
+    "robust_dpo": ["robust_dpo(tensor([-1.0]), tensor([-4.0]), tensor([-1.0]), tensor([-2.0]))"],
+    "plackett_luce": ["plackett_luce(tensor([2.0, 1.0, 0.0]), tensor([0, 0, 0]))"],
     "ipo": ["ipo(tensor([-1.0]), tensor([-4.0]), tensor([-1.0]), tensor([-2.0]))"],
     "simpo": ["simpo(tensor([-4.0]), tensor([-6.0]), tensor([4]), tensor([4]))"],
     "orpo": ["orpo(tensor([-4.0]), tensor([-6.0]), tensor([4]), tensor([4]))"],

@@ -22,15 +22,26 @@ class LossTerms:
 
     terms: name -> per-token loss [T], already weighted by its coefficient; each is aggregated with the algorithm's mode
     and the mini-batch's denominators, and their sum is minimised. metrics: name -> per-token value [T], detached, whose
-    mean over the mini-batch's trained tokens is logged (a name that ends in `_max` logs the maximum).
+    mean over the mini-batch's trained tokens is logged (a name that ends in `_max` logs the maximum). units: name ->
+    detached values, one for each thing that the objective counts (a pair, a sequence), whose sum over the mini-batch
+    divided by the denominator "" is logged.
+
+    Where the objective counts other things than tokens, its terms have one entry for each of them.
     """
 
     terms: dict[str, Tensor]
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    units: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Objective(Protocol):
-    """What a trainer minimises."""
+    """What a trainer minimises.
+
+    It may have `whole_groups`, True where the loss of a sequence depends on the others of its group: a group is then
+    never divided between micro-batches. And `needs_hits`: `batch.extra["hits"]` [T] is then 1 where the model's most
+    likely token is the trained one, and 0 elsewhere. And `logs_entropy`, False where nobody asks how certain the model
+    is.
+    """
 
     needs_entropy: bool
     """Whether the loss uses the entropy of each token's distribution (it then has a graph)."""

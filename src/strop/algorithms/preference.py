@@ -45,6 +45,26 @@ def cdpo(
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits), metrics
 
 
+def robust_dpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.1,
+) -> tuple[Tensor, Metrics]:
+    """An unbiased estimate of the DPO loss under labels that are wrong with probability `label_smoothing`.
+
+    Source: robust DPO (arXiv 2403.00409) eq. 12.
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0, 0.5), it is {label_smoothing}")
+    logits, metrics = _implicit_rewards(chosen, rejected, ref_chosen, ref_rejected, beta)
+    loss = -(1 - label_smoothing) * logsigmoid(logits) + label_smoothing * logsigmoid(-logits)
+    return loss / (1 - 2 * label_smoothing), metrics
+
+
 def ipo(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float = 0.1
 ) -> tuple[Tensor, Metrics]:
@@ -140,6 +160,34 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 
     """
     better, worse = widen(chosen), widen(rejected)
     return -logsigmoid(better - worse - margin), _reward_metrics(better, worse)
+
+
+def plackett_luce(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Metrics]:
+    """-log of the probability that the completions of a prompt would be ranked as they are: of two, Bradley-Terry.
+
+    Args:
+        scores: [N] with a graph, those of a group one after the other, best first.
+        group_ids: [N] int64, equal for the completions of one prompt, at least two of each.
+
+    Returns:
+        ([G] loss in order of first appearance, metrics [G]): `preference/accuracy` is the share of a group's pairs that
+        the scores order rightly, `preference/margin` the mean difference of those pairs.
+
+    Source: R. L. Plackett, The Analysis of Permutations (1975); for preferences, DPO (arXiv 2305.18290) eq. 18.
+    """
+    wide = widen(scores)
+    losses, accuracy, margin = [], [], []
+    for ranked in torch.split(wide, torch.unique_consecutive(group_ids, return_counts=True)[1].tolist()):
+        if len(ranked) < 2:
+            raise ValueError("a ranking needs at least two completions of a prompt")
+        rest = torch.logcumsumexp(ranked.flip(0), 0).flip(0)
+        losses.append((rest - ranked)[:-1].sum())
+        gaps = (ranked[:, None] - ranked[None, :]).detach()
+        upper = gaps[torch.triu(torch.ones_like(gaps), 1).bool()]
+        accuracy.append((upper > 0).to(wide.dtype).mean())
+        margin.append(upper.mean())
+    metrics = {"preference/accuracy": torch.stack(accuracy), "preference/margin": torch.stack(margin)}
+    return torch.stack(losses), metrics
 
 
 def _implicit_rewards(
