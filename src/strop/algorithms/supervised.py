@@ -14,9 +14,10 @@ class CrossEntropy:
     """Negative log-likelihood of the trained tokens, averaged over the tokens of the whole mini-batch."""
 
     needs_entropy = False
+    needs_hits = True
 
     def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
-        return LossTerms({"nll": -logprobs})
+        return LossTerms({"nll": -logprobs}, {"token_accuracy": batch.extra["hits"]} if "hits" in batch.extra else {})
 
     def denominators(self, batch: TokenBatch) -> Mapping[str, float]:
         return {"": float(max(1, int(batch.loss_mask.sum())))}

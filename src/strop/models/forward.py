@@ -27,13 +27,14 @@ class PackedInputs:
     """A packed row on its device, with the tokens to score.
 
     input_ids, position_ids: [1, T] int64. predictors: [N], packed places whose hidden state predicts the target.
-    targets: [N] token ids. attention: the plan for `running`.
+    targets: [N] token ids. places: [N], packed places of the targets. attention: the plan for `running`.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     predictors: Tensor
     targets: Tensor
+    places: Tensor
     attention: PackedAttention
 
     @property
@@ -48,13 +49,14 @@ def packed_inputs(packed: PackedStreams, wanted: Sequence[np.ndarray], device: t
         packed: the streams.
         wanted: for each stream a bool [L_i], True for each token to score; the first token of a stream cannot be.
     """
-    predictors, targets = [], []
+    predictors, targets, own = [], [], []
     for places, mask in zip(packed.places, wanted, strict=True):
         at = np.flatnonzero(mask)
         if len(at) and at[0] == 0:
             raise ValueError("the first token of a stream has nothing before it, so it cannot be scored or trained")
         predictors.append(places[at - 1])
         targets.append(packed.layout.input_ids[places[at]])
+        own.append(places[at])
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
@@ -64,6 +66,7 @@ def packed_inputs(packed: PackedStreams, wanted: Sequence[np.ndarray], device: t
         position_ids=tensor(packed.layout.position_ids)[None],
         predictors=tensor(np.concatenate(predictors)),
         targets=tensor(np.concatenate(targets)),
+        places=tensor(np.concatenate(own)),
         attention=PackedAttention(packed.layout, device),
     )
 
@@ -75,11 +78,13 @@ def packed_logprobs(
     temperature: float = 1.0,
     chunk: int = 512,
     entropy: Entropy = "none",
+    hits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probabilities, entropy) of the wanted tokens, [N] float32 each; call it inside `running(model, ...)`."""
-    hidden = backbone(model)(
-        input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
-    ).last_hidden_state[0]
+    """(log-probabilities, entropy) of the wanted tokens, [N] float32 each; call it inside `running(model, ...)`.
+
+    hits: see `linear_logprobs`.
+    """
+    hidden = packed_hidden(model, inputs)
     weight, bias, softcap = output_head(model)
     return linear_logprobs(
         hidden.index_select(0, inputs.predictors),
@@ -90,7 +95,14 @@ def packed_logprobs(
         softcap=softcap,
         chunk=chunk,
         entropy=entropy,
+        hits=hits,
     )
+
+
+def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
+    """[T, H]: the last hidden states of a packed row; call it inside `running(model, ...)`."""
+    found = backbone(model)(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False)
+    return found.last_hidden_state[0]  # type: ignore[no-any-return]
 
 
 def score_streams(

@@ -254,11 +254,15 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> PeftMod
         ModelError: a target is no linear layer of the model, or is an output head tied to the embeddings.
     """
     import peft
+    import torch
 
     training = model.training
     _check_targets(model, settings.targets)
+    scalar = isinstance(getattr(model, "score", None), torch.nn.Linear)
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=None if scalar else "CAUSAL_LM",
+        # A scalar head is new and has to be learned whole.
+        exclude_modules=["score"] if scalar else None,
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
@@ -273,6 +277,8 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> PeftMod
             where="model.lora.targets",
             mend="name other modules in `targets`",
         ) from error
+    if scalar:
+        adapted.get_base_model().score.requires_grad_(True)
     return adapted.train(training)
 
 

@@ -24,6 +24,7 @@ class _Head:
     softcap: float | None
     chunk: int
     entropy: Entropy
+    hits: Tensor | None = None
 
     def spans(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self.chunk):
@@ -58,7 +59,10 @@ class _LinearLogprobs(torch.autograd.Function):
             logits = _logits(hidden[span], weight, bias, head.softcap).div_(head.temperature)
             lse = torch.logsumexp(logits, -1)
             normalizer[span] = lse
-            logprobs[span] = logits.gather(1, targets[span, None]).squeeze(1) - lse
+            picked = logits.gather(1, targets[span, None]).squeeze(1)
+            logprobs[span] = picked - lse
+            if head.hits is not None:
+                head.hits[span] = (picked >= logits.amax(-1)).to(head.hits.dtype)
             if head.entropy != "none" or unit is not None:
                 # Shifted first: products of unshifted logits would lose digits of a small entropy.
                 log_p = logits.sub_(lse[:, None])
@@ -147,6 +151,7 @@ def linear_logprobs(
     softcap: float | None = None,
     chunk: int = 512,
     entropy: Entropy = "none",
+    hits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of each distribution.
 
@@ -158,6 +163,7 @@ def linear_logprobs(
         softcap: bound of the logits, softcap * tanh(logits / softcap), before the temperature (Gemma 2).
         chunk: rows whose logits exist at a time.
         entropy: also give the entropy of each distribution, in nats, without or with a graph; zeros otherwise.
+        hits: [N], filled with 1 where the target is the most likely token and 0 elsewhere.
 
     Returns:
         (logprobs [N] float32, differentiable; entropy [N] float32, differentiable if it is asked for as "graph").
@@ -167,7 +173,7 @@ def linear_logprobs(
     # Equal chunks: a last chunk of a few rows would pay for a whole pass over the head.
     pieces = max(1, -(-hidden.shape[0] // chunk))
     size = max(1, -(-hidden.shape[0] // pieces))
-    return _LinearLogprobs.apply(hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy))
+    return _LinearLogprobs.apply(hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits))
 
 
 def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None, float | None]:

@@ -32,7 +32,9 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pat
     target = Path(folder)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     try:
-        write_folder(type(base), base.config, merged_weights(model), base.generation_config, tokenizer, target)
+        # A model with a scalar head generates nothing.
+        generation = getattr(base, "generation_config", None)
+        write_folder(type(base), base.config, merged_weights(model), generation, tokenizer, target)
         if base is not model:
             # "auto" would ask the Hub whether the vocabulary was resized.
             with quiet():

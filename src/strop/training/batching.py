@@ -83,10 +83,13 @@ def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
     return found
 
 
-def micro_batches(batch: TokenBatch, budget: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(
+    batch: TokenBatch, budget: int, device: torch.device, *, whole_groups: bool = False
+) -> list[MicroBatch]:
     """Cut a mini-batch into passes of at most `budget` packed tokens; what streams begin with alike is counted once.
 
-    A sequence that alone is longer than the budget gets a pass of its own: nothing is cut or left out.
+    A sequence that alone is longer than the budget gets a pass of its own: nothing is cut or left out. With
+    `whole_groups` the same holds of a group, whose sequences follow each other.
     """
     edges = np.concatenate([[0], np.cumsum(batch.lengths().numpy())])
     ids, mask = batch.input_ids.numpy(), batch.loss_mask.numpy()
@@ -96,20 +99,39 @@ def micro_batches(batch: TokenBatch, budget: int, device: torch.device) -> list[
     heads = [int(np.argmax(m)) if m.any() else 0 for m in masks]
     chosen: list[list[int]] = []
     used = 0
-    for at, stream in enumerate(streams):
+    for unit in _units(batch, whole_groups):
+        alone = _extra(unit, None, streams, heads)
         if chosen:
-            before = chosen[-1][-1]
-            common = common_prefix(stream[: heads[at]], streams[before][: heads[before]])
             # An upper bound; near the end of the budget the packed row itself is counted.
-            used += len(stream) - max(0, common - LEAST_SHARED + 1)
+            used += _extra(unit, chosen[-1][-1], streams, heads)
             if used > budget:
-                part = [*chosen[-1], at]
+                part = [*chosen[-1], *unit]
                 used = len(pack([streams[i] for i in part], [heads[i] for i in part]).layout.input_ids)
         if not chosen or used > budget:
             chosen.append([])
-            used = len(stream)
-        chosen[-1].append(at)
+            used = alone
+        chosen[-1] += unit
     return [_micro_batch(batch, part, streams, masks, heads, device) for part in chosen]
+
+
+def _units(batch: TokenBatch, whole_groups: bool) -> list[list[int]]:
+    """Sequences that must stay together, in order."""
+    if not whole_groups:
+        return [[at] for at in range(batch.sequences)]
+    counts = torch.unique_consecutive(batch.group_ids, return_counts=True)[1].tolist()
+    return [part.tolist() for part in torch.arange(batch.sequences).split(counts)]
+
+
+def _extra(unit: list[int], before: int | None, streams: list[np.ndarray], heads: list[int]) -> int:
+    """At most how many packed tokens some sequences add behind another."""
+    total = 0
+    for at in unit:
+        common = 0
+        if before is not None:
+            common = common_prefix(streams[at][: heads[at]], streams[before][: heads[before]])
+        total += len(streams[at]) - max(0, common - LEAST_SHARED + 1)
+        before = at
+    return total
 
 
 def _micro_batch(

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from strop.algorithms.base import Objective
+from strop.algorithms.base import LossTerms, Objective
 from strop.algorithms.batch import TokenBatch
 from strop.config.training import OptimizerSettings
 from strop.models.attention import running
-from strop.models.forward import packed_logprobs, score_streams
+from strop.models.forward import packed_hidden, packed_logprobs, score_streams
 from strop.models.logprobs import Entropy
+from strop.models.scalar import packed_scores
 from strop.training.batching import MicroBatch, micro_batches, mini_batches
 from strop.training.optimizer import MasterOptimizer
 from strop.training.protocol import Role
+
+Head = Literal["logprobs", "score", "value"]
 
 
 class SingleDeviceTrainer:
@@ -35,6 +38,8 @@ class SingleDeviceTrainer:
         parts, epochs: mini-batches of a step and passes over it.
         reference: keep a frozen copy of the model as it is now; not needed with adapters, which are switched off.
         recompute: recompute the blocks' activations in the backward pass.
+        head: what the model gives for a trained token: its log-probability, or for a model with a scalar head
+            (`models/scalar.py`) the number at the token itself ("score") or at the one before it ("value").
     """
 
     def __init__(
@@ -50,9 +55,11 @@ class SingleDeviceTrainer:
         epochs: int = 1,
         reference: bool = False,
         recompute: bool = False,
+        head: Head = "logprobs",
     ) -> None:
         self.model: Any = model
         self.device = next(model.parameters()).device
+        self._head = head
         self._temperature = temperature
         self._budget = budget
         self._chunk = chunk
@@ -106,6 +113,18 @@ class SingleDeviceTrainer:
             batch.extra["logprobs"][places] = values.cpu()
         return totals.means()
 
+    def evaluate(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
+        """The loss and its metrics on a batch that is not trained, in evaluation mode, as `update` reports them."""
+        self.model.eval()
+        totals = _Totals()
+        denominators = objective.denominators(batch)
+        with torch.no_grad():
+            for micro in self._cut(batch, objective):
+                with running(self.model, micro.inputs.attention):
+                    _, found, terms, entropy = self._loss(micro, objective, denominators)
+                totals.add(terms, found, micro, entropy, int(batch.loss_mask.sum()), denominators[""])
+        return totals.means()
+
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
         self.model.eval()
@@ -150,12 +169,20 @@ class SingleDeviceTrainer:
         else:
             raise ValueError("this trainer was made without a reference")
 
-    def _forward(self, model: nn.Module, micro: MicroBatch, entropy: Entropy) -> tuple[Tensor, Tensor]:
-        """(logprobs, entropy) [N] of the trained tokens."""
+    def _forward(
+        self, model: nn.Module, micro: MicroBatch, entropy: Entropy, hits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(logprobs or scores, entropy) [N] of the trained tokens."""
         if not len(micro.trained):
             empty = torch.zeros(0, device=self.device)
             return empty, empty
-        return packed_logprobs(model, micro.inputs, temperature=self._temperature, chunk=self._chunk, entropy=entropy)
+        if self._head == "logprobs":
+            return packed_logprobs(
+                model, micro.inputs, temperature=self._temperature, chunk=self._chunk, entropy=entropy, hits=hits
+            )
+        places = micro.inputs.places if self._head == "score" else micro.inputs.predictors
+        scores = packed_scores(model, packed_hidden(model, micro.inputs).index_select(0, places))
+        return scores, torch.zeros_like(scores)
 
     def _mini_batch(
         self, batch: TokenBatch, objective: Objective, totals: _Totals, *, first: bool
@@ -165,29 +192,51 @@ class SingleDeviceTrainer:
         seen = []
         denominators = objective.denominators(batch)
         trained = int(batch.loss_mask.sum())
-        for micro in micro_batches(batch, self._budget, self.device):
+        first = first and bool((batch.versions >= 0).any())
+        for micro in self._cut(batch, objective):
             with running(self.model, micro.inputs.attention):
-                values, spread = self._forward(self.model, micro, "graph" if objective.needs_entropy else "value")
-                logprobs = micro.scatter(values)
-                entropy = micro.scatter(spread)
-                found = objective.loss(micro.batch, logprobs, entropy)
-                terms = {
-                    name: objective.reduce(term, micro.batch, denominators.get(name, denominators[""]))
-                    for name, term in found.terms.items()
-                }
+                values, found, terms, entropy = self._loss(micro, objective, denominators)
                 if len(micro.trained):
                     torch.stack(list(terms.values())).sum().backward()
-            totals.add(terms, found.metrics, micro, entropy, trained)
+            totals.add(terms, found, micro, entropy, trained, denominators[""])
             seen.append((micro.sequences, values.detach()))
             if first:
-                totals.mismatch(logprobs.detach(), micro, trained)
+                totals.mismatch(micro.scatter(values.detach()), micro, trained)
         totals.updated(self.optimizer.step())
         return seen
+
+    def _cut(self, batch: TokenBatch, objective: Objective) -> list[MicroBatch]:
+        whole = getattr(objective, "whole_groups", False)
+        return micro_batches(batch, self._budget, self.device, whole_groups=whole)
+
+    def _loss(
+        self, micro: MicroBatch, objective: Objective, denominators: Mapping[str, float]
+    ) -> tuple[Tensor, LossTerms, dict[str, Tensor], Tensor | None]:
+        """(what the model gave [N], what the objective made of it, its terms as numbers, entropy [T])."""
+        hits = None
+        if getattr(objective, "needs_hits", False):
+            hits = torch.zeros(len(micro.trained), device=self.device)
+        values, spread = self._forward(self.model, micro, _entropy_of(objective), hits)
+        if hits is not None:
+            micro.batch.extra["hits"] = micro.scatter(hits)
+        entropy = micro.scatter(spread)
+        found = objective.loss(micro.batch, micro.scatter(values), entropy)
+        terms = {
+            name: objective.reduce(term, micro.batch, denominators.get(name, denominators[""]))
+            for name, term in found.terms.items()
+        }
+        return values, found, terms, entropy if _entropy_of(objective) != "none" else None
 
     def _places(self, batch: TokenBatch, sequences: Tensor) -> Tensor:
         """Flat places of the trained tokens of some sequences, in order."""
         inside = torch.isin(batch.seq_ids, sequences)
         return torch.nonzero(inside & batch.loss_mask)[:, 0]
+
+
+def _entropy_of(objective: Objective) -> Entropy:
+    if objective.needs_entropy:
+        return "graph"
+    return "value" if getattr(objective, "logs_entropy", True) else "none"
 
 
 class _Totals:
@@ -201,17 +250,26 @@ class _Totals:
         self.norms: list[Tensor] = []
 
     def add(
-        self, terms: dict[str, Tensor], metrics: dict[str, Tensor], micro: MicroBatch, entropy: Tensor, trained: int
+        self,
+        terms: dict[str, Tensor],
+        found: LossTerms,
+        micro: MicroBatch,
+        entropy: Tensor | None,
+        trained: int,
+        counted: float,
     ) -> None:
-        loss = torch.zeros((), device=entropy.device)
+        loss = torch.zeros((), device=micro.trained.device)
         for name, term in terms.items():
             loss = loss + term.detach()
             self._sum(f"loss/{name}", term.detach())
         self._sum("loss", loss)
         if not len(micro.trained):
             return
-        self._sum("policy/entropy", entropy.detach()[micro.trained].sum() / trained)
-        for name, value in metrics.items():
+        if entropy is not None:
+            self._sum("policy/entropy", entropy.detach()[micro.trained].sum() / trained)
+        for name, value in found.units.items():
+            self._sum(name, value.detach().sum() / counted)
+        for name, value in found.metrics.items():
             picked = value.detach()[micro.trained]
             if name.endswith("_max"):
                 top = picked.max()
