@@ -52,7 +52,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **attributes: Any) ->
 
 def test_train_hands_over_recipe_overrides_and_flags(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Config, dict[str, Any]]] = []
-    stand_in(monkeypatch, "strop.loops.online", train=lambda config, **rest: calls.append((config, rest)))
+    stand_in(monkeypatch, "strop.loops.train", train=lambda config, **rest: calls.append((config, rest)))
     assert run("train", recipe, "run.steps=3", "--fresh", "run.seed=4").exit_code == 0
     [(config, rest)] = calls
     assert (config.run.steps, config.run.seed) == (3, 4)
@@ -60,7 +60,7 @@ def test_train_hands_over_recipe_overrides_and_flags(recipe: Path, monkeypatch: 
 
 
 def test_train_refuses_a_bad_recipe_before_anything_is_imported(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, "strop.loops.online", train=lambda *_, **__: pytest.fail("trained"))
+    stand_in(monkeypatch, "strop.loops.train", train=lambda *_, **__: pytest.fail("trained"))
     result = run("train", recipe, "run.stpes=3", "rollout.top_p=0.9")
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -90,7 +90,7 @@ def fails(error: BaseException) -> Any:
 def test_every_error_becomes_a_block_and_an_exit_code(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str
 ) -> None:
-    stand_in(monkeypatch, "strop.loops.online", train=fails(error))
+    stand_in(monkeypatch, "strop.loops.train", train=fails(error))
     result = run("train", recipe)
     assert result.exit_code == code
     assert result.stderr.startswith(text)
@@ -102,7 +102,7 @@ def test_every_error_becomes_a_block_and_an_exit_code(
 def test_debug_shows_the_traceback(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], error: Exception, code: int
 ) -> None:
-    stand_in(monkeypatch, "strop.loops.online", train=fails(error))
+    stand_in(monkeypatch, "strop.loops.train", train=fails(error))
     result = run(*arguments)
     assert result.exit_code == code
     assert "Traceback" in result.stderr

@@ -23,7 +23,7 @@ BASE: dict[str, Any] = {
     "rewards": {"verifiers": [{"kind": "exact"}]},
 }
 SECTIONS = "|".join(Config.model_fields)
-NOT_KEYS = {"run.step", "run.json", "run.lock"}
+NOT_KEYS = {"supervised.py", "run.step", "run.json", "run.lock"}
 """An attribute and two files that look like keys of the section `run`."""
 
 

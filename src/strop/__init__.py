@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strop.config import Config
     from strop.config.loading import load_config
-    from strop.loops.online import open_run, train
+    from strop.loops.online import open_run
+    from strop.loops.train import train
 
 __version__ = "0.1.0"
 
@@ -23,7 +24,7 @@ _HOMES = {
     "Config": "strop.config",
     "load_config": "strop.config.loading",
     "open_run": "strop.loops.online",
-    "train": "strop.loops.online",
+    "train": "strop.loops.train",
 }
 
 

@@ -136,9 +136,9 @@ def train(
       strop train recipes/quickstart.yaml --fresh
     """
     settings = _load(recipe, overrides)
-    from strop.loops.online import train as train_online
+    from strop.loops.train import train as train_recipe
 
-    train_online(settings, fresh=fresh, recipe=str(recipe))
+    train_recipe(settings, fresh=fresh, recipe=str(recipe))
 
 
 @app.command("eval")

@@ -16,7 +16,7 @@ from strop.config.loading import load_config
 from strop.errors import ConfigError, ModelError, StropError, UserError
 from strop.loops import step_batch
 from strop.loops.algorithm import demands_of, make_algorithm
-from strop.loops.online import train
+from strop.loops.train import train
 from strop.rollout.episode import Episode, Group, Status
 
 RARE = [{"kind": "regex", "pattern": "^[0-4]"}]

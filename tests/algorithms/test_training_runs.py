@@ -17,7 +17,7 @@ from tiny_runs import put, recipe, steps_of
 
 from strop.algorithms.named import ALGORITHMS
 from strop.config.loading import load_config
-from strop.loops.online import train
+from strop.loops.train import train
 
 PROMPTS = 8
 STEPS = 12

@@ -148,7 +148,7 @@ def test_the_json_schema_has_every_description() -> None:
     for leaf in leaves():
         assert json.dumps(leaf.description.split("\n")[0], ensure_ascii=False)[1:-1] in text, leaf.path
     assert schema()["additionalProperties"] is False
-    assert set(schema()["required"]) == {"model", "data", "rewards"}
+    assert set(schema()["required"]) == {"model", "data"}
 
 
 def test_configuration_does_not_import_torch() -> None:

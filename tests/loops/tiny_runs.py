@@ -106,7 +106,7 @@ def observe(data: dict[str, Any], capture: Callable[[], str] = lambda: "") -> Se
 
     from strop.config.loading import load_config
     from strop.errors import StropError
-    from strop.loops.online import train
+    from strop.loops.train import train
 
     tiny_rewards.STATE.clear()
     capture()

@@ -14,8 +14,8 @@ from tiny_runs import recipe
 from strop.config import Config
 from strop.config.loading import load_config
 from strop.loops import assembly
-from strop.loops.online import train
 from strop.loops.prepare import prepare
+from strop.loops.train import train
 from strop.rewards.protocol import Completed
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.episode import Episode

@@ -17,7 +17,8 @@ from tiny_runs import episodes_of, recipe, steps_of
 
 from strop.config.loading import load_config
 from strop.errors import RunFailure
-from strop.loops.online import open_run, train
+from strop.loops.online import open_run
+from strop.loops.train import train
 from strop.rollout.episode import Status
 
 

@@ -78,6 +78,17 @@ def sources(prefix: str, **settings: Any) -> dict[str, Any]:
     return found
 
 
+def examples(method: str, **changes: Any) -> dict[str, Any]:
+    """A recipe that learns from examples."""
+    found = recipe(**{"data.train": {"path": "examples.jsonl"}, "supervised": {"method": method, "batch_size": 4}})
+    del found["rewards"], found["rollout"]
+    for key, value in changes.items():
+        put(found, key, value)
+    return found
+
+
+METHODS = ("sft", "dpo", "cdpo", "simpo", "kto", "reward_model", "process_reward")
+
 CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": recipe,
     "evaluated": lambda: recipe(**{"data.eval": HELD_OUT}),
@@ -118,6 +129,8 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "falling": lambda: recipe(**{"training.optimizer.schedule": "linear"}),
     "warmup": lambda: recipe(warmup=WARMUP),
     "warmup falling": lambda: recipe(warmup={**WARMUP, "optimizer": {**WARMUP["optimizer"], "schedule": "linear"}}),
+    **{f"examples of {method}": lambda method=method: examples(method) for method in METHODS},
+    "conversations": lambda: examples("sft", model={"path": "chat"}),
     "often saved": lambda: recipe(**{"checkpoint.every": 1}),
     **{
         f"{prefix} {kind}": lambda prefix=prefix, settings=settings: sources(prefix, **settings)
@@ -275,6 +288,26 @@ TABLE: dict[str, Case] = {
     "warmup.steps": Case(2, context="warmup"),
     "warmup.batch_size": Case(2, context="warmup"),
     **of_an_optimizer("warmup.optimizer", "warmup", "warmup falling"),
+    "supervised.method": Case("orpo", context="examples of simpo"),
+    "supervised.batch_size": Case(2, context="examples of sft"),
+    "supervised.max_tokens": Case(3, "refused", "examples of sft", says="at most 3 fit"),
+    "supervised.columns.messages": Case("talk", context="conversations"),
+    "supervised.columns.chosen": Case("third", context="examples of dpo"),
+    "supervised.columns.rejected": Case("third", context="examples of dpo"),
+    "supervised.columns.margin": Case("by", context="examples of reward_model"),
+    "supervised.columns.ranked": Case("best", context="examples of reward_model"),
+    "supervised.columns.completion": Case("third", context="examples of kto"),
+    "supervised.columns.label": Case("unlike", context="examples of kto"),
+    "supervised.columns.steps": Case("best", context="examples of process_reward"),
+    "supervised.columns.labels": Case("others", context="examples of process_reward"),
+    "supervised.beta": Case(0.5, context="examples of dpo"),
+    "supervised.label_smoothing": Case(0.3, context="examples of cdpo"),
+    "supervised.length_normalised": Case(True, context="examples of dpo"),
+    "supervised.margin": Case(0.2, context="examples of simpo"),
+    "supervised.nll_coef": Case(0.5, context="examples of dpo"),
+    "supervised.desirable_weight": Case(2.0, context="examples of kto"),
+    "supervised.undesirable_weight": Case(2.0, context="examples of kto"),
+    "supervised.centre": Case(0.5, context="examples of reward_model"),
     "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
     "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
     "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
@@ -331,6 +364,28 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_rows(folder / "numbers.jsonl", [{"prompt": "1 ", "answer": 1}, {"prompt": "2 ", "answer": 2}])
     write_rows(folder / "tags.jsonl", [{"prompt": "0", "answer": "<a>1</a>"}, {"prompt": "1", "answer": "<a>0</a>"}])
     write_rows(folder / "mixed" / "rows.jsonl", rows)
+    write_rows(
+        folder / "examples.jsonl",
+        [
+            {
+                "prompt": f"{n}=",
+                "answer": str(n),
+                "chosen": str(n),
+                "rejected": str(n + 11),
+                "third": str(n + 22),
+                "by": n / 4,
+                "best": [str(n), str(n + 1), str(n + 2)],
+                "completion": str(n),
+                "label": n % 2 == 0,
+                "unlike": n % 3 == 0,
+                "steps": [str(n), "1", "2"],
+                "labels": [True, False, n % 2 == 0],
+                "others": [False, True, True],
+                "talk": [{"role": "user", "content": "1"}, {"role": "assistant", "content": str(n)}],
+            }
+            for n in range(9)
+        ],
+    )
     (folder / "own_algorithm.py").write_text(OWN)
     _datasets(folder, rows, others)
     _models(folder)

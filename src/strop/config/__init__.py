@@ -16,6 +16,7 @@ from strop.config.model import ModelSettings
 from strop.config.rewards import RewardSettings
 from strop.config.rollout import RolloutSettings
 from strop.config.run import CheckpointSettings, EvaluationSettings, HardwareSettings, RunSettings, TrackingSettings
+from strop.config.supervised import SupervisedSettings
 from strop.config.training import TrainingSettings, WarmupSettings
 
 
@@ -26,8 +27,10 @@ class Config(StrictModel):
     """Which language model is trained."""
     data: DataSettings
     """Where prompts come from."""
-    rewards: RewardSettings
-    """What a completion is worth."""
+    rewards: RewardSettings | None = None
+    """What a completion is worth; needed unless the recipe is supervised."""
+    supervised: SupervisedSettings | None = None
+    """Learn from examples instead of from sampled completions; none when not set."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
     """The objective."""
     rollout: RolloutSettings = RolloutSettings()
@@ -46,6 +49,17 @@ class Config(StrictModel):
     """How long, from which seed, under which name."""
     hardware: HardwareSettings = HardwareSettings()
     """What it runs on."""
+
+    @model_validator(mode="after")
+    def _one_source_of_truth(self) -> Self:
+        if self.supervised is None and self.rewards is None:
+            raise ValueError(
+                "`rewards` is missing: reinforcement learning needs to know what a completion is worth (or set "
+                "`supervised`, to learn from examples)"
+            )
+        if self.supervised is not None and self.rewards is not None:
+            raise ValueError("`rewards` and `supervised` exclude each other: examples are not scored")
+        return self
 
     @model_validator(mode="after")
     def _batches_divide(self) -> Self:

@@ -28,7 +28,8 @@ class Prompt:
 
     prompt_id: stable name of the row, `row-000017` for index 17. row: every column. prompt: the text or messages as the
     row has them, or what `prompt_template` made of the row. answer: the answer column, None where there is none.
-    tokens: what the model reads. text: the same as text, special tokens of a chat template included.
+    tokens: what the model reads. text: the same as text, special tokens of a chat template included. chat: whether a
+    chat template made it.
     """
 
     prompt_id: str
@@ -37,6 +38,7 @@ class Prompt:
     answer: Any
     tokens: list[int]
     text: str
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ class PromptDataset:
                 if not self.skips_overlong:
                     raise
 
+    def __getitem__(self, i: int) -> Prompt:
+        return self.prompt(i)
+
     def prompt(self, i: int) -> Prompt:
         """The prompt of row i.
 
@@ -113,6 +118,7 @@ class PromptDataset:
             answer=row.get(self.source.mapping.answer),
             tokens=tokens,
             text=text,
+            chat=chat,
         )
 
     def check(self, first: int | None = None) -> Checked:
@@ -247,7 +253,7 @@ class PromptStream:
         while True:
             epoch, index = self._cursor.next()
             try:
-                return self._dataset.prompt(index), epoch
+                return self._dataset[index], epoch
             except OverlongPrompt as error:
                 if not self._dataset.skips_overlong:
                     raise

@@ -56,11 +56,57 @@ class Renderer:
             )
         else:
             messages = prompt
+        return self._chat(self._with_system_prompt(messages), where, generation=True), True
+
+    def conversation(self, messages: list[Message], where: str) -> list[tuple[str, bool]]:
+        """A whole conversation as pieces of text, and whether each is an assistant's turn. Joined they are the text.
+
+        A turn begins where the model would begin to write (`add_generation_prompt`) and ends where the next one begins.
+        That is seen by rendering the conversation up to each turn: what comes out must be the beginning of the whole.
+
+        Raises:
+            DataError: messages that the template refuses, or a template that renders a turn in another way once others
+                follow it, so that no one can say which of the text the assistant wrote.
+            ModelError: a tokenizer without a chat template.
+        """
+        messages = self._with_system_prompt(messages)
+        whole = self._chat(messages, where)
+        pieces: list[tuple[str, bool]] = []
+        done = 0
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._chat(messages[:at], where, generation=True) if at else ""
+            after = self._chat(messages[: at + 1], where)
+            if not (whole.startswith(after) and after.startswith(before) and len(before) >= done):
+                raise DataError(
+                    f"the chat template does not mark the assistant's turns: message {at} reads otherwise in the whole "
+                    "conversation than when it was written",
+                    where=where,
+                    mend="Give each assistant turn a row of its own (`prompt` with the messages before it, `answer`), "
+                    "or use a template that leaves earlier turns as they are.",
+                )
+            pieces += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+            done = len(after)
+        return [piece for piece in [*pieces, (whole[done:], False)] if piece[0]]
+
+    def answer(self, prompt: str | list[Message], completion: str, text: str, where: str) -> str | None:
+        """What the chat template makes of an answer to a prompt that it rendered as `text`; None where it renders the
+        prompt otherwise once there is an answer, so that the answer has to be taken as it is."""
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages = self._with_system_prompt([*messages, {"role": "assistant", "content": completion}])
+        whole = self._chat(messages, where)
+        return whole[len(text) :] if whole.startswith(text) else None
+
+    def _with_system_prompt(self, messages: list[Message]) -> list[Message]:
         if self._system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+            return [{"role": "system", "content": self._system_prompt}, *messages]
+        return messages
+
+    def _chat(self, messages: list[Message], where: str, *, generation: bool = False) -> str:
         self._need_template()
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False))
         except Exception as error:  # templates raise what they like: jinja errors, TypeErrors of their filters
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
@@ -69,7 +115,6 @@ class Renderer:
                 mend="Give messages in the order that this model's template wants"
                 + (", or remove data.system_prompt." if self._system_prompt is not None else "."),
             ) from error
-        return str(text), True
 
     def tokens(self, texts: Sequence[str], chat: bool) -> list[list[int]]:
         """Token ids of each text: with the tokenizer's own first token (BOS) once, and never an end-of-text token
@@ -123,6 +168,18 @@ def check_messages(messages: Any, where: str) -> list[Message]:
     Raises:
         DataError: no messages, a message without role or content, or a last message that is the assistant's.
     """
+    cleaned = clean_messages(messages, where)
+    if cleaned[-1]["role"] == "assistant":
+        raise DataError(
+            "the last message is the assistant's, so there is nothing to answer",
+            where=where,
+            mend="Leave it out of the prompt; put a reference answer into a column of its own.",
+        )
+    return cleaned
+
+
+def clean_messages(messages: Any, where: str) -> list[Message]:
+    """Messages without their empty fields; DataError if there are none, or one has no role or content."""
     if not messages:
         raise DataError("the prompt is an empty list of messages", where=where, mend="Give at least one message.")
     cleaned = []
@@ -151,12 +208,6 @@ def check_messages(messages: Any, where: str) -> list[Message]:
                 mend=_MESSAGE_MEND,
             )
         cleaned.append(kept)
-    if cleaned[-1]["role"] == "assistant":
-        raise DataError(
-            "the last message is the assistant's, so there is nothing to answer",
-            where=where,
-            mend="Leave it out of the prompt; put a reference answer into a column of its own.",
-        )
     return cleaned
 
 

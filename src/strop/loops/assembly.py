@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
 from strop.loops.algorithm import demands_of
 from strop.loops.prepare import Prepared
+from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.step_batch import has_spread
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
+from strop.models.scalar import with_scalar_head
 from strop.planning.hardware import Sizes, choose_sizes
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
@@ -49,11 +51,17 @@ class Roles:
         return int(self.model.get_output_embeddings().weight.shape[0])
 
 
-def load_roles(prepared: Prepared) -> Roles:
-    """Load or make the model, add its adapters, and show that its packed forward pass is its own."""
+def load_roles(prepared: Prepared | PreparedExamples, *, scalar: bool = False) -> Roles:
+    """Load or make the model, add its adapters, and show that its packed forward pass is its own.
+
+    Args:
+        scalar: give the model a scalar head instead of its output head.
+    """
     config, hardware = prepared.config, prepared.hardware
     loaded = load_model(config.model, device=hardware.device, dtype=hardware.dtype, seed=config.run.seed)
     check_forward(loaded.model, vocabulary=int(loaded.model.get_output_embeddings().weight.shape[0]))
+    if scalar:
+        loaded = replace(loaded, model=with_scalar_head(loaded.model))
     model: Any = loaded.model
     if config.model.lora is not None:
         model = add_lora(loaded.model, config.model.lora, config.run.seed)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from strop.config import Config
 from strop.config.data import DataSource
@@ -26,6 +27,8 @@ def check_idle(config: Config) -> None:
 
 
 def _idle(config: Config) -> Iterator[UserError]:
+    if config.supervised is not None:
+        yield from _idle_beside_examples(config)
     if config.data.eval is None:
         default = EvaluationSettings()
         for name in EvaluationSettings.model_fields:
@@ -46,6 +49,27 @@ def _idle(config: Config) -> Iterator[UserError]:
     for key, source in sources.items():
         if source is not None:
             yield from _idle_source(key, source)
+
+
+# Sections and keys of reinforcement learning, with their defaults.
+_OF_SAMPLING = {
+    "": ("algorithm", "rollout", "warmup"),
+    "training": ("mini_batches", "epochs"),
+    "evaluation": ("samples", "temperature", "max_new_tokens"),
+    "tracking": ("episodes_every",),
+    "data": ("max_prompt_tokens",),
+}
+
+
+def _idle_beside_examples(config: Config) -> Iterator[UserError]:
+    for section, names in _OF_SAMPLING.items():
+        given: Any = getattr(config, section) if section else config
+        for name in names:
+            default = type(given).model_fields[name].get_default()
+            if getattr(given, name) != default:
+                key = f"{section}.{name}" if section else name
+                mend = "set supervised.max_tokens" if key == "data.max_prompt_tokens" else ""
+                yield _problem(key, "with `supervised`: nothing is sampled", mend)
 
 
 def _idle_optimizer(key: str, settings: OptimizerSettings) -> Iterator[UserError]:

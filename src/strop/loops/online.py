@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.config import Config
-from strop.loops.event_loop import run_to_end
 from strop.loops.prepare import prepare
 
 if TYPE_CHECKING:
@@ -27,20 +26,8 @@ class TrainingSummary:
     after: dict[str, float]
 
 
-def train(config: Config, *, fresh: bool = False, recipe: str | None = None) -> TrainingSummary:
-    """Train, or go on where the newest run of this recipe stopped.
-
-    Args:
-        config: the recipe. fresh: start a new run instead of going on. recipe: its file, which names the run.
-
-    Raises:
-        UserError: something in the recipe cannot work; nothing was written.
-        RunFailure: something failed while running; the last checkpoint is kept.
-    """
-    return run_to_end(lambda: _train(config, fresh=fresh, recipe=recipe))
-
-
-async def _train(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
+async def train_online(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
+    """See `strop.train`."""
     async with open_run(config, fresh=fresh, recipe=recipe) as run:
         await run.begin()
         while run.step < config.run.steps:
@@ -71,4 +58,4 @@ async def open_run(config: Config, *, fresh: bool = False, recipe: str | None = 
         await run.close(None)
 
 
-__all__ = ["TrainingSummary", "open_run", "train"]
+__all__ = ["TrainingSummary", "open_run", "train_online"]

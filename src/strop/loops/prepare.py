@@ -76,7 +76,7 @@ def prepare(config: Config) -> Prepared:
     algorithm = make_algorithm(config)
     hardware = choose_hardware(config)
     if config.warmup is not None:
-        from strop.loops.supervised import check_answers
+        from strop.loops.warmup import check_answers
 
         check_answers(shown, facts.tokenizer)
     if config.algorithm.teacher is not None:

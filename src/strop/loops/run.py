@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from strop.algorithms.batch import TokenBatch
@@ -20,9 +18,10 @@ from strop.loops.algorithm import demands_of
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder, close_after, open_folder
 from strop.loops.prepare import Prepared
+from strop.loops.randomness import random_state, restore_random, set_seed
 from strop.loops.step_record import PromptTexts, episode_records, rollout_metrics, sample_of
-from strop.loops.supervised import warmup_steps
 from strop.loops.teacher import Teacher, load_teacher
+from strop.loops.warmup import warmup_steps
 from strop.models.save import save_model
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
@@ -95,7 +94,7 @@ class Run:
         config = prepared.config
         torch.set_num_threads(prepared.hardware.threads)
         torch.use_deterministic_algorithms(True, warn_only=True)
-        _seed(config.run.seed)
+        set_seed(config.run.seed)
         display = make_display(config.tracking)
         try:
             roles = assembly.load_roles(prepared)
@@ -321,7 +320,7 @@ class Run:
         assembly.restore_reference(self.folder, self.roles)
         self._make_trainer()
         self.trainer.load(opened.checkpoint / "state", state["trainer"])
-        _restore_random(state["random"])
+        restore_random(state["random"])
         await self.publish()
 
     def _write(self, folder: Path) -> dict[str, Any]:
@@ -334,7 +333,7 @@ class Run:
             "prompts": self.stream.state(),
             "started_groups": self.collector.admission.started,
             "trainer": self.trainer.save(folder / "state"),
-            "random": _random_state(),
+            "random": random_state(),
         }
 
     def _check_staleness(self, batch: TokenBatch) -> None:
@@ -352,16 +351,13 @@ class Run:
 
     def _show_start(self, opened: OpenedFolder) -> None:
         config = self.config
-        facts: dict[str, Any] = {
-            "model": f"{self.roles.loaded.name} ({_parameters(self.roles.model)})",
-            "data": self.prepared.train.source.describe(),
-            "algorithm": f"{self.algorithm.name}, {config.rollout.groups_per_step} prompts x "
+        facts = model_facts(
+            self.roles,
+            self.prepared,
+            self.folder,
+            algorithm=f"{self.algorithm.name}, {config.rollout.groups_per_step} prompts x "
             f"{config.rollout.group_size} completions a step",
-            "device": self.prepared.hardware.reasons[0],
-            "sizes": "; ".join(self.roles.sizes.reasons),
-            "run": str(self.folder),
-        }
-        facts = {name: value for name, value in facts.items() if value}
+        )
         self.display.start(
             self.folder.name,
             config.run.steps,
@@ -386,6 +382,19 @@ class Run:
         )
 
 
+def model_facts(roles: assembly.Roles, prepared: Any, folder: Path, **more: str) -> dict[str, Any]:
+    """What a display says of a run when it begins."""
+    facts = {
+        "model": f"{roles.loaded.name} ({_parameters(roles.model)})",
+        "data": prepared.train.source.describe(),
+        **more,
+        "device": prepared.hardware.reasons[0],
+        "sizes": "; ".join(roles.sizes.reasons),
+        "run": str(folder),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
 def _parameters(model: Any) -> str:
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -394,28 +403,3 @@ def _parameters(model: Any) -> str:
         return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
 
     return f"{short(total)} parameters" + ("" if trained == total else f", {short(trained)} trained")
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def _random_state() -> dict[str, Any]:
-    """The global generators, for rewards and dropout that use them; strop's own draws need no state."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state().tolist(),
-    }
-
-
-def _restore_random(state: dict[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))

@@ -1,70 +1,49 @@
-"""Supervised steps: the warm-up before reinforcement learning."""
+"""Learning from examples: the loop of supervised fine-tuning, preference optimisation and reward models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
-import numpy as np
+from strop.config import Config
+from strop.loops.online import TrainingSummary
+from strop.loops.prepare_examples import prepare_examples
 
-from strop.algorithms.batch import TokenBatch
-from strop.algorithms.supervised import CrossEntropy
-from strop.config.training import WarmupSettings
-from strop.data.order import Cursor
-from strop.data.prompts import Prompt, PromptDataset, PromptStream
-from strop.errors import DataError
-from strop.training.batching import token_batch
-from strop.training.protocol import Trainer
+if TYPE_CHECKING:
+    from strop.loops.supervised_run import SupervisedRun
 
 
-@dataclass(frozen=True)
-class Example:
-    """A prompt with the answer that the model should give; arrays of length L, trained where the mask is True."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        return np.full(len(self.tokens), np.nan, dtype=np.float32)
-
-    @property
-    def versions(self) -> np.ndarray:
-        return np.full(len(self.tokens), -1, dtype=np.int32)
-
-
-def example(prompt: Prompt, tokenizer: Any) -> Example:
-    """The tokens of a prompt, its answer and the end-of-text token; the answer and the end are trained."""
-    if prompt.answer is None:
-        raise DataError(
-            "the warm-up needs an answer in each row, and this one has none",
-            where=prompt.prompt_id,
-            mend="set data.train.columns.answer, or leave out `warmup`",
-        )
-    answer = tokenizer(str(prompt.answer), add_special_tokens=False)["input_ids"]
-    tokens = np.asarray([*prompt.tokens, *answer, tokenizer.eos_token_id], dtype=np.int64)
-    return Example(tokens, np.arange(len(tokens)) >= len(prompt.tokens))
+async def train_supervised(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
+    """See `strop.train`."""
+    async with open_supervised_run(config, fresh=fresh, recipe=recipe) as run:
+        run.begin()
+        while run.step < config.run.steps:
+            # Where an interrupt is seen: between steps, never within one.
+            await asyncio.sleep(0)
+            batch = run.next_batch()
+            stats = run.update(batch)
+            run.step += 1
+            run.record(batch, stats)
+            run.evaluate_and_save_if_due()
+        return TrainingSummary(run.folder, run.finish(), run.step, run.before, run.after)
 
 
-def check_answers(dataset: PromptDataset, tokenizer: Any) -> None:
-    """Raise DataError if the first rows cannot be made into examples."""
-    for index in range(min(len(dataset), 20)):
-        example(dataset.prompt(index), tokenizer)
+@asynccontextmanager
+async def open_supervised_run(
+    config: Config, *, fresh: bool = False, recipe: str | None = None
+) -> AsyncIterator[SupervisedRun]:
+    """A run with everything in memory, at the step it had reached. Leaving it closes files and gives the lock back."""
+    prepared = prepare_examples(config)
+    # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
+    from strop.loops.supervised_run import SupervisedRun
 
-
-def supervised_batch(examples: list[Example]) -> TokenBatch:
-    """A flat batch in which each example is a group of its own."""
-    count = len(examples)
-    return token_batch(examples, rewards=[0.0] * count, group_ids=range(count), truncated=[False] * count)
-
-
-def warmup_steps(
-    trainer: Trainer, dataset: PromptDataset, tokenizer: Any, settings: WarmupSettings, *, seed: int
-) -> Iterator[tuple[int, dict[str, float]]]:
-    """Train on prompts and answers; yields (step, metrics) after each update, from step 1."""
-    stream = PromptStream(dataset, Cursor(dataset.source, seed=seed, shuffle=True))
-    draw: Callable[[], Example] = lambda: example(stream.next()[0], tokenizer)  # noqa: E731
-    for step in range(1, settings.steps + 1):
-        batch = supervised_batch([draw() for _ in range(settings.batch_size)])
-        yield step, trainer.update(batch, CrossEntropy())
+    run = SupervisedRun.open(prepared, fresh=fresh, recipe=recipe)
+    try:
+        yield run
+    except BaseException as error:
+        run.close(error)
+        raise
+    else:
+        run.close(None)

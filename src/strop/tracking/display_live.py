@@ -38,6 +38,10 @@ STYLES: dict[str, str] = {"warning": "yellow", "error": "bold red"}
 METRICS = {
     "reward/mean": "reward",
     "accuracy": "accuracy",
+    "preference/accuracy": "accuracy",
+    "preference/margin": "margin",
+    "token_accuracy": "tokens right",
+    "perplexity": "perplexity",
     "completion/length_mean": "length",
     "kl/ref": "KL reference",
     "policy/entropy": "entropy",
@@ -54,7 +58,7 @@ METRICS = {
     "learning_rate": "learning rate",
     "time/step": "step time",
 }
-HIGHER_IS_BETTER = frozenset(("reward/mean", "accuracy"))
+HIGHER_IS_BETTER = frozenset(("reward/mean", "accuracy", "preference/accuracy", "token_accuracy"))
 
 
 class LiveDisplay:

@@ -24,7 +24,11 @@ WARMUP_LINES = 10
 COLUMNS = (
     ("reward/mean", "reward", 7),
     ("accuracy", "accuracy", 8),
+    ("preference/accuracy", "accuracy", 8),
+    ("preference/margin", "margin", 8),
     ("loss", "loss", 8),
+    ("token_accuracy", "tokens right", 12),
+    ("perplexity", "perplexity", 10),
     ("completion/length_mean", "length", 7),
     ("kl/ref", "kl", 8),
     ("policy/entropy", "entropy", 7),

@@ -1,0 +1,163 @@
+"""Everything of a supervised recipe that can be checked before anything is loaded or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from strop.config import Config
+from strop.config.supervised import ExampleColumns, SupervisedSettings
+from strop.errors import ConfigError, UserError
+from strop.loops.idle import check_idle
+
+if TYPE_CHECKING:
+    from strop.algorithms.base import Objective
+    from strop.data.examples import ExampleDataset
+    from strop.models.load import ModelFacts
+    from strop.planning.hardware import Hardware
+
+# What each method reads of `supervised.columns`; all others read the columns of pairs.
+_COLUMNS = {
+    "sft": {"messages"},
+    "kto": {"completion", "label"},
+    "process_reward": {"steps", "labels"},
+    "reward_model": {"chosen", "rejected", "margin", "ranked"},
+}
+_PAIRS = {"chosen", "rejected"}
+_CHOICES = (
+    "beta",
+    "label_smoothing",
+    "length_normalised",
+    "margin",
+    "nll_coef",
+    "desirable_weight",
+    "undesirable_weight",
+    "centre",
+)
+
+
+@dataclass
+class PreparedExamples:
+    """A supervised recipe whose parts have all been found and fit together. longest: tokens of the longest example."""
+
+    config: Config
+    hardware: Hardware
+    facts: ModelFacts
+    train: ExampleDataset
+    held_out: ExampleDataset | None
+    objective: Any
+    longest: int
+
+    @property
+    def scalar(self) -> bool:
+        """Whether a model with a scalar head is trained."""
+        assert self.config.supervised is not None
+        return self.config.supervised.method in ("reward_model", "process_reward")
+
+
+def prepare_examples(config: Config) -> PreparedExamples:
+    """Check a recipe against this machine, the model's folder and the data. Writes nothing.
+
+    Raises:
+        UserError: something is missing or does not fit; the error says what, where and how to mend it.
+    """
+    check_idle(config)
+    settings = config.supervised
+    assert settings is not None
+    if problems := [*_idle_columns(settings), *_idle_choices(settings)]:
+        raise ConfigError(problems)
+
+    from strop.data.sources import open_source
+    from strop.tracking.trackers import check_trackers
+
+    check_trackers(config.tracking)
+    sources = {"data.train": open_source(config.data.train)}
+    if config.data.eval is not None:
+        sources["data.eval"] = open_source(config.data.eval)
+
+    from strop.data.examples import ExampleDataset
+    from strop.models.load import inspect_model
+
+    facts = inspect_model(config.model)
+    longest = facts.context if settings.max_tokens == "auto" else settings.max_tokens
+    if longest > facts.context:
+        raise UserError(
+            f"examples of {longest} tokens do not fit the model's context of {facts.context} tokens",
+            where="supervised.max_tokens",
+            mend=f"set it to {facts.context} or less, or leave it on auto",
+        )
+    datasets = {
+        key: ExampleDataset(source, config.data, settings, facts.tokenizer, facts.eos_ids, longest)
+        for key, source in sources.items()
+    }
+    checked = {key: dataset.check() for key, dataset in datasets.items()}
+
+    from strop.planning.hardware import choose_hardware
+
+    seen = checked["data.train"]
+    # Of a long source only the beginning was looked at; allow the rest to be twice as long.
+    expected = seen.longest if seen.rows == seen.of else min(2 * seen.longest, longest)
+    return PreparedExamples(
+        config,
+        choose_hardware(config),
+        facts,
+        datasets["data.train"],
+        datasets.get("data.eval"),
+        make_objective(settings),
+        expected,
+    )
+
+
+def make_objective(settings: SupervisedSettings) -> Objective:
+    """The objective that a `supervised:` section names, with its choices."""
+    from strop.algorithms.paired import OBJECTIVES
+    from strop.algorithms.supervised import CrossEntropy
+
+    if settings.method == "sft":
+        return CrossEntropy()
+    made: Any = OBJECTIVES[settings.method](**_choices(settings))
+    return made  # type: ignore[no-any-return]
+
+
+def _choices(settings: SupervisedSettings) -> dict[str, Any]:
+    return {name: value for name in _CHOICES if (value := getattr(settings, name)) is not None}
+
+
+def _idle_choices(settings: SupervisedSettings) -> Iterator[UserError]:
+    from strop.algorithms.paired import OBJECTIVES
+
+    kind = OBJECTIVES.get(settings.method)
+    has = {field.name for field in fields(kind)} if kind is not None else set()
+    for name in _choices(settings):
+        if name not in has:
+            others = [other for other, made in OBJECTIVES.items() if name in {field.name for field in fields(made)}]
+            yield UserError(
+                f"`supervised.{name}` has no effect with {settings.method}",
+                where=f"supervised.{name}",
+                mend=f"remove it; it belongs to {', '.join(others)}",
+            )
+    if settings.label_smoothing is not None and settings.label_smoothing >= 0.5:
+        yield UserError(
+            f"`supervised.label_smoothing` must be below 0.5, got {settings.label_smoothing}",
+            where="supervised.label_smoothing",
+            mend="if more than half of the labels are wrong, swap the columns",
+        )
+    if settings.method == "kto" and settings.batch_size < 2:
+        yield UserError(
+            "kto compares each completion with those of other prompts, and a batch of one has none",
+            where="supervised.batch_size",
+            mend="set it to 2 or more (32 is usual)",
+        )
+
+
+def _idle_columns(settings: SupervisedSettings) -> Iterator[UserError]:
+    read = _COLUMNS.get(settings.method, _PAIRS)
+    default = ExampleColumns()
+    for name in ExampleColumns.model_fields:
+        if name not in read and getattr(settings.columns, name) != getattr(default, name):
+            yield UserError(
+                f"`supervised.columns.{name}` has no effect with {settings.method}",
+                where=f"supervised.columns.{name}",
+                mend=f"remove it; {settings.method} reads {', '.join(sorted(read))}",
+            )
