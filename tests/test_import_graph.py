@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "config": set(),
     "models": {"config"},
     "data": {"config"},
-    "rewards": {"config"},
+    "rewards": {"config", "models"},
     "environments": {"data", "rewards"},
     "rollout": {"config", "environments", "models", "rewards"},
     "algorithms": set(),

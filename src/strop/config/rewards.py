@@ -69,8 +69,23 @@ class PythonVerifier(Verifier):
     """More keyword arguments for each call."""
 
 
+class RewardModelVerifier(Verifier):
+    """The score of a trained reward model, read off at the token that ends the completion; any number."""
+
+    kind: Literal["reward_model"]
+    """Ask a reward model."""
+    path: str
+    """A run that trained one (`supervised.method: reward_model`), or a Hugging Face folder of a model with one label
+    (`...ForSequenceClassification`). It has its own tokenizer."""
+    render: Literal["auto", "chat", "text"] = "auto"
+    """How it reads prompts: `chat` through its chat template, `text` as they are; `auto` is `chat` for messages."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where it computes; `auto` takes a GPU if there is one."""
+
+
 VerifierSettings = Annotated[
-    ExactVerifier | NumericVerifier | RegexVerifier | FormatVerifier | PythonVerifier, Field(discriminator="kind")
+    ExactVerifier | NumericVerifier | RegexVerifier | FormatVerifier | PythonVerifier | RewardModelVerifier,
+    Field(discriminator="kind"),
 ]
 
 

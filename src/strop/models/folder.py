@@ -15,11 +15,15 @@ from strop.errors import ModelError
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+SCALAR_ENDING = "ForSequenceClassification"
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-def check_model_folder(path: str | Path, *, trust_remote_code: bool = False) -> None:
+def check_model_folder(path: str | Path, *, trust_remote_code: bool = False, scalar: bool = False) -> None:
     """Check that a folder holds a causal language model: configuration, complete weights, tokenizer.
+
+    Args:
+        scalar: it must hold a model with a scalar head instead, as a reward model is saved.
 
     Raises:
         ModelError: the first thing that is missing, broken or of the wrong kind, and how to mend it.
@@ -32,7 +36,10 @@ def check_model_folder(path: str | Path, *, trust_remote_code: bool = False) -> 
     if not folder.is_dir():
         raise ModelError("the model folder does not exist", where=str(folder), mend="check the path")
     config = _config(folder)
-    _check_architecture(config, folder, trust_remote_code)
+    if scalar:
+        _check_scalar(config, folder)
+    else:
+        _check_architecture(config, folder, trust_remote_code)
     _check_weights(folder)
     check_tokenizer_files(folder)
 
@@ -122,6 +129,12 @@ def _check_architecture(config: dict[str, Any], folder: Path, trust_remote_code:
             where=where,
             mend="strop trains causal (decoder-only) language models",
         )
+    if any(name.endswith(SCALAR_ENDING) for name in architectures):
+        raise ModelError(
+            f"{architectures[0]} gives scores, not text",
+            where=where,
+            mend="name it as a verifier (`kind: reward_model`), and a language model as the model to train",
+        )
     if architectures and not any(name.endswith(CAUSAL_ENDINGS) for name in architectures):
         raise ModelError(
             f"{architectures[0]} is not a causal language model",
@@ -189,4 +202,21 @@ def _check_weight_file(file: Path) -> None:
         detail = f": {size} bytes, its header says {whole}" if whole else ""
         raise ModelError(
             f"the weights are cut off or not safetensors{detail}", where=str(file), mend="fetch or save the model again"
+        )
+
+
+def _check_scalar(config: dict[str, Any], folder: Path) -> None:
+    architectures = config.get("architectures") or []
+    if not any(str(name).endswith(SCALAR_ENDING) for name in architectures):
+        raise ModelError(
+            f"{(architectures or ['the model'])[0]} is a language model, which gives no score",
+            where=str(folder / "config.json"),
+            mend="train a reward model with supervised.method: reward_model, and name its run",
+        )
+    labels = config.get("id2label") or {}
+    if len(labels) not in (0, 1):
+        raise ModelError(
+            f"the model has {len(labels)} labels, and a reward is one number",
+            where=str(folder / "config.json"),
+            mend="use a model that was trained with num_labels = 1",
         )

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from strop.errors import ModelError
-from strop.models.folder import read_json
 from strop.models.global_state import quiet, seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_SUFFIX = "ForSequenceClassification"
-
-
-def is_scalar_folder(folder: Path) -> bool:
-    """Whether a folder holds a model with a scalar head, as Hugging Face saves reward models."""
-    config = read_json(folder / "config.json", missing={})
-    return any(str(name).endswith(_SUFFIX) for name in config.get("architectures") or [])
 
 
 def with_scalar_head(causal: PreTrainedModel) -> PreTrainedModel:

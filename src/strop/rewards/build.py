@@ -8,6 +8,7 @@ from strop.config.rewards import (
     NumericVerifier,
     PythonVerifier,
     RegexVerifier,
+    RewardModelVerifier,
     RewardSettings,
     VerifierSettings,
 )
@@ -18,6 +19,7 @@ from strop.rewards.numeric import Numeric
 from strop.rewards.pattern import Pattern
 from strop.rewards.protocol import Verifier
 from strop.rewards.python import PythonFunction
+from strop.rewards.scored import RewardModel
 
 
 def build_scorer(settings: RewardSettings) -> CompositeScorer:
@@ -52,3 +54,5 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
             return Format(settings, where=where)
         case PythonVerifier():
             return PythonFunction(settings, where=where)
+        case RewardModelVerifier():
+            return RewardModel(settings)
