@@ -20,7 +20,7 @@ def algorithms_list() -> None:
 
     width = max(map(len, ALGORITHMS))
     for name, kind in ALGORITHMS.items():
-        note = "  (not trained yet: it needs a critic)" if kind.needs_critic else ""
+        note = "  (with a critic)" if kind.needs_critic else ""
         typer.echo(f"{name:<{width}}  {first_line(kind)}{note}")
     typer.echo("\nstrop algorithms show NAME prints what it computes and every choice it makes.")
 

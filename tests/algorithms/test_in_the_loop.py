@@ -236,7 +236,7 @@ def test_a_teacher_must_be_there_and_read_the_same_tokens() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"algorithm.name": "ppo"}, "ppo needs a critic"),
+        ({"critic": {"warmup_steps": 2}}, "critic has no effect with grpo"),
         ({"algorithm.lam": 0.9}, "lam is not a choice of the algorithm 'grpo'"),
         ({"algorithm.correction": {"high": 2.0}}, "correction.high has no effect without correction.kind"),
         ({"algorithm.correction": {"kind": "truncate"}}, "needs high"),

@@ -71,12 +71,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name, kind in ALGORITHMS.items() if not kind.needs_critic])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_reward_rises(name: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models["folder"])
     changes: dict[str, Any] = {"model": {"path": str(models["student"])}, "algorithm.name": name}
     if name == "opd":
         changes["algorithm.teacher"] = str(models["teacher"])
+    if name == "ppo":
+        changes["critic.optimizer.learning_rate"] = 1e-2
     _, steps = run(name, **changes)
     rewards = [metrics["reward/mean"] for metrics in steps]
     assert len(rewards) == STEPS

@@ -70,3 +70,8 @@ def one_short(completions: list[str], **_: Any) -> list[float]:
 
 def not_a_number(completions: list[str], **_: Any) -> list[float]:
     return [math.nan] * len(completions)
+
+
+def first_digit(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """A tenth of the digit that the prompt begins with, whatever the completion is."""
+    return [int(prompt[0]) / 10 for prompt in prompts]

@@ -104,6 +104,7 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "numbers": lambda: verified({"kind": "numeric"}, **NUMBERS),
     "pattern": lambda: verified(RARELY),
     "tags": lambda: verified({"kind": "format", "tags": ["a"]}, **TAGS),
+    "scored": lambda: verified({"kind": "reward_model", "path": "judge-1"}),
     "unhurried": lambda: verified({"kind": "python", "function": "tiny_rewards:unhurried"}),
     "callers": lambda: verified({"kind": "python", "function": "tiny_rewards:counts_callers"}),
     "fails once": lambda: verified({"kind": "python", "function": "tiny_rewards:fails_once"}),
@@ -115,6 +116,26 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "own": lambda: recipe(algorithm={"name": "own_algorithm:Own", "arguments": {"strength": 1.0}}),
     "taught": lambda: recipe(
         model={"path": "first"}, **{"algorithm.name": "opd", "algorithm.teacher": "second"}
+    ),
+    "critic": lambda: recipe(
+        **{
+            "algorithm.name": "ppo",
+            "critic": {"optimizer": {"learning_rate": 1e-2}},
+            # The critic's first update shows in the policy of the second step, and its own settings in the third.
+            "run.steps": 3,
+            **OFF_POLICY,
+        }
+    ),
+    "critic falling": lambda: recipe(
+        **{
+            "algorithm.name": "ppo",
+            "critic": {"optimizer": {"learning_rate": 1e-2, "schedule": "linear"}},
+            "run.steps": 3,
+            **OFF_POLICY,
+        }
+    ),
+    "critic of files": lambda: recipe(
+        model={"path": "first"}, **{"algorithm.name": "ppo", "critic.optimizer.learning_rate": 1e-2}
     ),
     "discounted": lambda: recipe(**{"algorithm.name": "reinforce_pp"}),
     "solved": lambda: verified(
@@ -228,6 +249,12 @@ TABLE: dict[str, Case] = {
     **of_a_verifier("python", "plain", RARELY),
     "rewards.verifiers[python].function": Case("tiny_rewards:lengths", "rewards"),
     "rewards.verifiers[python].arguments": Case({"scale": 2.0}, "rewards"),
+    **of_a_verifier("reward_model", "scored", RARELY),
+    "rewards.verifiers[reward_model].path": Case("judge-2", "rewards", "scored"),
+    "rewards.verifiers[reward_model].render": Case("chat", "rewards", "scored"),
+    "rewards.verifiers[reward_model].device": Case(
+        "cuda" if not torch.cuda.is_available() else "mps", "outcome", "scored", says="cuda|mps"
+    ),
     "rewards.timeout": Case(0.05, "outcome", "unhurried", says=r"timeout.*rewards\.timeout"),
     "rewards.retries": Case(0, "outcome", "fails once", says="busy"),
     "rewards.max_error_share": Case(0.0, "outcome", "fails later", says=r"max_error_share allows 0%"),
@@ -251,9 +278,9 @@ TABLE: dict[str, Case] = {
     "algorithm.scale_eps": Case(0.1),
     "algorithm.gamma": Case(0.5, context="discounted"),
     "algorithm.whiten_unbiased": Case(False, context="discounted"),
-    "algorithm.lam": Case(0.5, "refused", says="lam is not a choice"),
+    "algorithm.lam": Case(0.5, context="critic"),
     "algorithm.observations": Case("state", "refused", says="observations is not a choice"),
-    "algorithm.value_clip": Case(0.1, "refused", says="value_clip is not a choice"),
+    "algorithm.value_clip": Case(0.001, context="critic"),
     "algorithm.kl_clamp": Case(1e-5, context="reference"),
     "algorithm.kl_input_clamp": Case(1e-4, context="reference"),
     "algorithm.kl_importance_weighted": Case(True, context="reference"),
@@ -284,6 +311,9 @@ TABLE: dict[str, Case] = {
     "training.epochs": Case(2),
     "training.tokens_per_micro_batch": Case(24, "passes", steady=True),
     "training.logprob_chunk": Case(8, "logits", steady=True),
+    "critic.path": Case("judge-1", context="critic of files"),
+    "critic.warmup_steps": Case(1, context="critic"),
+    **of_an_optimizer("critic.optimizer", "critic", "critic falling"),
     **of_a_source("warmup.data", "parameters"),
     "warmup.steps": Case(2, context="warmup"),
     "warmup.batch_size": Case(2, context="warmup"),
@@ -417,6 +447,7 @@ def _models(folder: Path) -> None:
     from strop.config.model import NewModel
     from strop.models.create import create_model
     from strop.models.save import save_model
+    from strop.models.scalar import with_scalar_head
 
     settings = NewModel(characters="0123456789+=u:", hidden_size=32, layers=1, heads=2, context=48)
     for seed, name in enumerate(("first", "second", "chat", "code")):
@@ -424,6 +455,12 @@ def _models(folder: Path) -> None:
         if name == "chat":
             tokenizer.chat_template = "{% for m in messages %}{{ 'u:' + m['content'] }}{% endfor %}"
         save_model(model, tokenizer, folder / name)
+    for seed in (1, 2):
+        model, tokenizer = create_model(settings, seed=seed)
+        tokenizer.chat_template = "{% for m in messages %}{{ 'u:' + m['content'] }}{% endfor %}"
+        scalar = with_scalar_head(model)
+        torch.nn.init.normal_(scalar.score.weight, generator=torch.Generator().manual_seed(seed))
+        save_model(scalar, tokenizer, folder / f"judge-{seed}")
     config = json.loads((folder / "code" / "config.json").read_text())
     config |= {
         "model_type": "mine",

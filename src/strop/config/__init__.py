@@ -17,7 +17,7 @@ from strop.config.rewards import RewardSettings
 from strop.config.rollout import RolloutSettings
 from strop.config.run import CheckpointSettings, EvaluationSettings, HardwareSettings, RunSettings, TrackingSettings
 from strop.config.supervised import SupervisedSettings
-from strop.config.training import TrainingSettings, WarmupSettings
+from strop.config.training import CriticSettings, TrainingSettings, WarmupSettings
 
 
 class Config(StrictModel):
@@ -37,6 +37,8 @@ class Config(StrictModel):
     """How completions are sampled."""
     training: TrainingSettings = TrainingSettings()
     """How the weights are updated."""
+    critic: CriticSettings = CriticSettings()
+    """The critic of `ppo`."""
     warmup: WarmupSettings | None = None
     """Supervised steps before reinforcement learning; none when not set."""
     evaluation: EvaluationSettings = EvaluationSettings()

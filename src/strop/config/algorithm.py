@@ -65,8 +65,7 @@ class AlgorithmSettings(StrictModel):
         ]
         | OwnClass
     ) = "grpo"
-    """A named algorithm (`strop algorithms list`), or a class of your own as `module:Class`. `ppo` waits for its
-    critic."""
+    """A named algorithm (`strop algorithms list`), or a class of your own as `module:Class`."""
     dialect: Literal["verl", "trl", "nemo_rl", "slime", "openrlhf", "skyrl", "prime_rl"] | None = None
     """Fill in what the algorithm's paper leaves open as this framework does; a key that is set here wins."""
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -47,6 +47,18 @@ class TrainingSettings(StrictModel):
     """Tokens whose logits exist at the same time."""
 
 
+class CriticSettings(StrictModel):
+    """`critic:` the model that `ppo` estimates values with, a backbone of its own with a scalar head, trained whole."""
+
+    path: str | None = None
+    """Model to begin with, of the policy's tokenizer: a language model, whose head then begins at 0, or a reward model,
+    whose head is kept. The policy itself when not set."""
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)
+    """The optimizer and its schedule."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps at the beginning in which the critic alone learns."""
+
+
 class WarmupSettings(StrictModel):
     """`warmup:` supervised steps on prompts and answers before reinforcement learning."""
 

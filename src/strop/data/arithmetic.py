@@ -78,6 +78,30 @@ def problems(
     return rows
 
 
+def pairs(
+    count: int,
+    *,
+    digits: int = 2,
+    operations: str = "+",
+    seed: int = 0,
+    split: Split = "train",
+    style: Style = "plain",
+) -> list[Row]:
+    """The same problems with two answers: `{"prompt": "37+48=", "chosen": "85", "rejected": "86", "answer": "85"}`.
+
+    The rejected answer is a slip that a careless person makes: one too high, one too low where there is room, or ten
+    too high. Which it is follows from the seed. For the arguments and errors see `problems`.
+    """
+    rows = problems(count, digits=digits, operations=operations, seed=seed, split=split, style=style)
+    slips = hashed(np.arange(count, dtype=np.uint64), stream_key(seed, 6)) % np.uint64(3)
+    found = []
+    for row, slip in zip(rows, slips.tolist(), strict=True):
+        right = int(row["answer"])
+        wrong = right + (1, -1 if right else 1, 10)[slip]
+        found.append({**row, "chosen": row["answer"], "rejected": str(wrong)})
+    return found
+
+
 def word_problems(
     count: int,
     *,

@@ -21,14 +21,15 @@ NOT_CHOICES = ("name", "dialect", "arguments", "teacher")
 class Demands:
     """What an algorithm asks of the loop, beside the three hooks: each is an attribute of it, or not there at all.
 
-    reference, old_logprobs, greedy, teacher: fields of the batch to fill. correct: it has the hook of the same name.
-    The last three are rules of `algorithms/sampling_rules.py`.
+    reference, old_logprobs, greedy, teacher, critic: fields of the batch to fill. correct: it has the hook of the same
+    name. The last three are rules of `algorithms/sampling_rules.py`.
     """
 
     reference: bool
     old_logprobs: bool
     greedy: bool
     teacher: bool
+    critic: bool
     correct: bool
     overlong_filter: bool
     without_spread: str
@@ -42,6 +43,7 @@ def demands_of(algorithm: Algorithm) -> Demands:
         old_logprobs=getattr(algorithm, "needs_old_logprobs", False),
         greedy=getattr(algorithm, "needs_greedy", False),
         teacher=getattr(algorithm, "needs_teacher", False),
+        critic=getattr(algorithm, "needs_critic", False),
         correct=hasattr(algorithm, "correct"),
         overlong_filter=getattr(algorithm, "overlong_filter", False),
         without_spread=getattr(algorithm, "without_spread", "keep"),
@@ -63,11 +65,11 @@ def make_algorithm(config: Config) -> Algorithm:
         if not _is_policy_gradient(kind):
             return _own_object(kind, settings)
     algorithm = _built_in_form(kind, config)
-    if getattr(algorithm, "needs_critic", False):
+    if config.critic != type(config.critic)() and not getattr(algorithm, "needs_critic", False):
         raise _problem(
-            f"{algorithm.name} needs a critic, and this version of strop does not train one",
-            where="algorithm.name",
-            mend="use grpo, rloo or reinforce_pp, which do without; `strop algorithms list` shows all",
+            f"critic has no effect with {algorithm.name}, which has no critic",
+            where="critic",
+            mend="remove it, or set algorithm.name to ppo",
         )
     needs_teacher = getattr(algorithm, "needs_teacher", False)
     if needs_teacher and settings.teacher is None:

@@ -15,6 +15,7 @@ from strop.data.prompts import PromptStream
 from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
 from strop.loops.algorithm import demands_of
+from strop.loops.critic import Critic, make_critic
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder, close_after, open_folder
 from strop.loops.prepare import Prepared
@@ -68,6 +69,7 @@ class Run:
             prepared, roles, self.engine, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
         self.trainer: Any = None
+        self.critic: Critic | None = None
         self._texts = PromptTexts(prepared.train)
         self._trained: list[tuple[Episode, TokenStream]] = []
         self._left_out: list[Episode] = []
@@ -165,7 +167,9 @@ class Run:
         self._batch_metrics = step_batch.group_metrics(
             groups, collector.discarded, collector.refills, [] if chosen.silent else self._trained
         )
-        self._batch_metrics |= step_batch.fill(batch, self.algorithm, self._demands, self.trainer, self.teacher)
+        self._batch_metrics |= step_batch.fill(
+            batch, self.algorithm, self._demands, self.trainer, self.teacher, self.critic
+        )
         self._times["time/scoring"] = time.perf_counter() - started
         return batch
 
@@ -173,7 +177,13 @@ class Run:
         """All updates of this step; returns metrics."""
         self._phase("training")
         started = time.perf_counter()
-        stats: dict[str, float] = self.trainer.update(batch, self.algorithm)
+        stats: dict[str, float] = {}
+        if self.critic is None or self.step >= self.config.critic.warmup_steps:
+            stats = self.trainer.update(batch, self.algorithm)
+        else:
+            batch.extra["logprobs"] = self.trainer.logprobs(batch)
+        if self.critic is not None:
+            stats |= self.critic.update(batch)
         # Where a correction has measured the mismatch, it did so before it took tokens out.
         stats |= step_batch.mismatch(batch) | self._batch_metrics
         self._times["time/training"] = time.perf_counter() - started
@@ -306,6 +316,7 @@ class Run:
         self.trainer = assembly.make_trainer(
             self.prepared, self.roles, training.optimizer, total_updates=updates, reinforcement=True
         )
+        self.critic = make_critic(self.prepared, self.roles)
 
     async def _restore(self, opened: OpenedFolder) -> None:
         if opened.checkpoint is None:
@@ -320,6 +331,8 @@ class Run:
         assembly.restore_reference(self.folder, self.roles)
         self._make_trainer()
         self.trainer.load(opened.checkpoint / "state", state["trainer"])
+        if self.critic is not None:
+            self.critic.load(opened.checkpoint / "state" / "critic", state["critic"])
         restore_random(state["random"])
         await self.publish()
 
@@ -333,6 +346,7 @@ class Run:
             "prompts": self.stream.state(),
             "started_groups": self.collector.admission.started,
             "trainer": self.trainer.save(folder / "state"),
+            "critic": None if self.critic is None else self.critic.save(folder / "state" / "critic"),
             "random": random_state(),
         }
 

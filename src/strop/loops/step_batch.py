@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from strop.loops.algorithm import Demands
 from strop.loops.teacher import Teacher
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.training.batching import token_batch
+
+if TYPE_CHECKING:
+    from strop.loops.critic import Critic
 
 
 @dataclass
@@ -86,7 +89,7 @@ def lay_out(
 
 
 def fill(
-    batch: TokenBatch, algorithm: Any, demands: Demands, trainer: Any, teacher: Teacher | None
+    batch: TokenBatch, algorithm: Any, demands: Demands, trainer: Any, teacher: Teacher | None, critic: Critic | None
 ) -> dict[str, float]:
     """Ask the roles for their log-probabilities, correct for the sampler, compute advantages; returns metrics."""
     if demands.reference:
@@ -102,6 +105,9 @@ def fill(
         metrics["kl/teacher"] = float(gap.mean()) if len(gap) else 0.0
     if demands.old_logprobs and demands.correct:
         metrics |= _numbers(algorithm.correct(batch))
+    if demands.critic:
+        assert critic is not None
+        batch.values = critic.values(batch)
     batch.advantages = algorithm.advantages(batch)
     return metrics
 

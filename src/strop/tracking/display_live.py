@@ -46,6 +46,7 @@ METRICS = {
     "kl/ref": "KL reference",
     "policy/entropy": "entropy",
     "policy/clip_fraction": "clipped",
+    "critic/explained_variance": "explained",
     "loss": "loss",
     "grad_norm": "grad norm",
     "throughput/tokens_per_second": "tokens/s",
