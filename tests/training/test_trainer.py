@@ -70,8 +70,8 @@ def trainer_of(model: Any, *, rate: float = 1e-3, rule: str = "adamw", **options
     )
 
 
-def with_lora(model: Any) -> Any:
-    return add_lora(model, LoraConfig(rank=4), seed=0)
+def with_lora(model: Any, **choices: Any) -> Any:
+    return add_lora(model, LoraConfig(rank=4, **choices), seed=0)
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -352,6 +352,7 @@ def test_an_adapter_on_the_output_head_is_trained(tiny_model: Make) -> None:
         ("lora-bfloat16", "adamw"),
         ("float32", "muon"),
         ("lora-bfloat16", "muon"),
+        ("lora-dora-bfloat16", "muon"),
         ("bfloat16", "adafactor"),
         pytest.param(
             "bfloat16",
@@ -365,7 +366,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Make, tmp_path: Path,
         model = tiny_model()
         if "bfloat16" in kind:
             model = model.to(torch.bfloat16)
-        return with_lora(model) if "lora" in kind else model
+        return with_lora(model, dora="dora" in kind) if "lora" in kind else model
 
     batches = [batch_of(fresh(), seed=seed) for seed in range(6)]
 

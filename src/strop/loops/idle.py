@@ -39,9 +39,10 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield _problem(
             "evaluation.samples", "at temperature 0, where every sample is the same", "set evaluation.temperature too"
         )
-    # Adapters are matrices, all of which Muon updates itself; a scalar head beside them is left to AdamW.
+    # Adapters are matrices, all of which Muon updates itself; a scalar head and DoRA's magnitudes are left to AdamW.
+    lora = config.model.lora
     scalar = config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
-    matrices_only = config.model.lora is not None and not scalar
+    matrices_only = lora is not None and not lora.dora and not scalar
     for key, optimizer in optimizers_of(config).items():
         yield from _idle_optimizer(key, optimizer, matrices_only)
     if config.model.create is not None and config.model.trust_remote_code:
