@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from strop.cli import app
@@ -20,6 +20,7 @@ from strop.models.create import create_model
 from strop.models.export import export_model
 from strop.models.load import add_lora
 from strop.models.save import save_model
+from strop.models.scalar import with_scalar_head
 
 TINY = NewModel(hidden_size=16, layers=2, heads=2, context=32)
 IDS = torch.tensor([[4, 5, 20, 13, 6, 7]])
@@ -126,6 +127,22 @@ def test_an_adapter_of_a_model_without_one_is_refused(tmp_path: Path) -> None:
         export_model(str(tmp_path / "model"), tmp_path / "out", adapter=True)
     assert "leave out --adapter" in caught.value.mend
     assert names(tmp_path) == {"model"}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_reward_model_keeps_its_head_and_has_no_adapter_to_give(tmp_path: Path, lora: bool) -> None:
+    causal, tokenizer = create_model(TINY, seed=0)
+    model = with_scalar_head(causal)
+    torch.nn.init.normal_(model.score.weight)
+    if lora:
+        model = add_lora(model, LoraConfig(rank=2), seed=1)
+    save_model(model, tokenizer, tmp_path / "model")
+    found = export_model(str(tmp_path / "model"), tmp_path / "out")
+    loaded = AutoModelForSequenceClassification.from_pretrained(found)
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
+    assert AutoTokenizer.from_pretrained(found)("1")["input_ids"] == tokenizer("1")["input_ids"]
+    with pytest.raises(ModelError, match="not enough"):
+        export_model(str(tmp_path / "model"), tmp_path / "alone", adapter=True)
 
 
 @pytest.mark.parametrize("adapter", [False, True])

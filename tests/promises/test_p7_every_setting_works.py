@@ -572,3 +572,13 @@ def test_an_optimizer_whose_package_is_missing_is_refused(
     assert found.run is None
     assert f"`{key}.name: adamw_8bit` needs the package 'bitsandbytes'" in str(found.error)
     assert "strop[bnb]" in str(found.error)
+
+
+def test_optimizers_are_looked_at_beside_examples_too(workplace: Path) -> None:
+    changes = {"model.lora": {"rank": 4}, "training.optimizer.name": "muon", "training.optimizer.beta2": 0.5}
+    found = observe(examples("sft", **changes))
+    assert "`training.optimizer.beta2` has no effect with muon and adapters" in str(found.error)
+    # AdamW updates the scalar head of a reward model.
+    assert observe(examples("reward_model", **changes)).error is None
+    found = observe(examples("sft", **{"training.optimizer.offload": True}))
+    assert "`training.optimizer.offload` has no effect on a CPU" in str(found.error)

@@ -14,6 +14,7 @@ from strop.config.training import OptimizerSettings
 from strop.errors import MissingExtra
 from strop.models.create import create_model
 from strop.models.load import add_lora
+from strop.models.scalar import with_scalar_head
 from strop.training.optimizer import MasterOptimizer
 from strop.training.update_rules import outer_weights
 
@@ -223,6 +224,17 @@ def test_outer_weights_are_embeddings_and_output_head_but_no_adapters(tied: bool
     assert outer_weights(model) == names
     adapted = add_lora(model, LoraConfig(targets="all-linear" if tied else ["q_proj", "lm_head"]), seed=0)
     assert {name for name in outer_weights(adapted) if "lora" in name} == set()
+
+
+def test_a_scalar_head_is_an_outer_weight_under_adapters_too() -> None:
+    model = with_scalar_head(create_model(NewModel(hidden_size=16, layers=1, heads=2, context=32), seed=0)[0])
+    assert outer_weights(model) == {"model.embed_tokens.weight", "score.weight"}
+    adapted = add_lora(model, LoraConfig(rank=2), seed=0)
+    trained = [(name, p) for name, p in adapted.named_parameters() if p.requires_grad]
+    optimizer = MasterOptimizer(trained, OptimizerSettings(name="muon"), total=1, outer=outer_weights(adapted))
+    muon, adamw = optimizer.rules
+    assert [p.shape for group in adamw.param_groups for p in group["params"]] == [(1, 16)]
+    assert sum(len(group["params"]) for group in muon.param_groups) == len(trained) - 1
 
 
 def test_eight_bit_adamw_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

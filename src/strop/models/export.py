@@ -6,12 +6,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from strop.config.model import ModelSettings
 from strop.errors import ModelError, RunFailure, UserError
 from strop.models.folder import read_json
-from strop.models.load import load_model, resolve_model
+from strop.models.global_state import quiet
+from strop.models.load import load_model, load_tokenizer, resolve_model
+
+if TYPE_CHECKING:
+    import torch
 
 Dtype = Literal["float32", "bfloat16"]
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -54,11 +58,28 @@ def _write_merged(folder: Path, target: Path, dtype: Dtype | None) -> None:
     import torch
 
     from strop.models.save import save_model
+    from strop.models.scalar import is_scalar_folder
 
-    settings = ModelSettings(path=str(folder))
-    loaded = load_model(settings, device="cpu", dtype=getattr(torch, dtype or _dtype_of(folder)), seed=0)
+    chosen = getattr(torch, dtype or _dtype_of(folder))
+    if is_scalar_folder(folder):
+        model, tokenizer = _load_scalar(folder, chosen), load_tokenizer(folder)
+    else:
+        loaded = load_model(ModelSettings(path=str(folder)), device="cpu", dtype=chosen, seed=0)
+        model, tokenizer = loaded.model, loaded.tokenizer
     with _placed(target) as temporary:
-        save_model(loaded.model, loaded.tokenizer, temporary)
+        save_model(model, tokenizer, temporary)
+
+
+def _load_scalar(folder: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        with quiet():
+            return AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(
+            f"the model cannot be loaded: {error}", where=str(folder), mend="name another checkpoint's folder"
+        ) from error
 
 
 def _write_adapter(source: Path, folder: Path, dtype: Dtype | None) -> None:
@@ -79,7 +100,15 @@ def _write_adapter(source: Path, folder: Path, dtype: Dtype | None) -> None:
 
 
 def _adapter_inside(folder: Path) -> Path:
+    from strop.models.scalar import is_scalar_folder
+
     adapter = folder / "adapter"
+    if is_scalar_folder(folder):
+        raise ModelError(
+            "the adapter of a reward model is not enough: its scalar head was trained whole beside it",
+            where=str(folder),
+            mend="leave out --adapter for the whole model",
+        )
     if not all((adapter / name).is_file() for name in ADAPTER_FILES):
         raise ModelError(
             "the model has no adapter",
