@@ -117,6 +117,8 @@ def test_debug_shows_the_traceback(
         (["trian"], "trian"),
         (["eval", "r.yaml", "--prompts", "0"], "--prompts"),
         (["sample", "m", "--temperature", "-1"], "--temperature"),
+        (["export", "m"], "--out"),
+        (["export", "m", "--out", "b", "--dtype", "int8"], "--dtype"),
     ],
 )
 def test_usage_errors_exit_with_2(arguments: list[str], text: str) -> None:
@@ -170,6 +172,23 @@ def test_sample_hands_everything_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("m", {"prompt": "hello", "temperature": 0.0, "max_new_tokens": 5, "system": None})]
 
 
+def test_export_hands_everything_over_and_prints_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def export_model(*arguments: Any, **rest: Any) -> Path:
+        calls.append((arguments, rest))
+        return Path("/there/out")
+
+    stand_in(monkeypatch, "strop.models.export", export_model=export_model)
+    result = run("export", "runs/a", "--out", "out", "--adapter", "--dtype", "bfloat16")
+    assert (result.exit_code, result.stdout) == (0, "/there/out\n")
+    assert run("export", "m", "--out", "b").exit_code == 0
+    assert calls == [
+        (("runs/a", Path("out")), {"adapter": True, "dtype": "bfloat16"}),
+        (("m", Path("b")), {"adapter": False, "dtype": None}),
+    ]
+
+
 def test_models_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [
         SimpleNamespace(name="small", description="a small one", size="0.5 GB", path=None),
@@ -214,7 +233,15 @@ def test_every_command_has_help_with_examples() -> None:
     main = run("--help")
     assert main.exit_code == 0
     assert "strop train recipes/quickstart.yaml" in main.stdout
-    for command in (["train"], ["eval"], ["sample"], ["models", "fetch"], ["runs", "show"], ["config", "show"]):
+    for command in (
+        ["train"],
+        ["eval"],
+        ["sample"],
+        ["export"],
+        ["models", "fetch"],
+        ["runs", "show"],
+        ["config", "show"],
+    ):
         text = run(*command, "--help").stdout
         assert f"strop {' '.join(command)} " in text.split("xample", 1)[1]
 

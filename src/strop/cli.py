@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,6 +113,7 @@ def _strop(
       strop train recipes/quickstart.yaml run.steps=20 run.seed=1
       strop runs list                                  what ran
       strop sample runs/quickstart                     talk to what came out
+      strop export runs/quickstart --out FOLDER        take the model out of the run
     Find out:
       strop config explain rollout                     what the keys of a section do
       strop config show recipes/quickstart.yaml        a recipe with every default written out
@@ -202,6 +204,36 @@ def sample(
     from strop.loops.sample import chat
 
     chat(model, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, system=system)
+
+
+class _Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A run, a checkpoint, or a model folder.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where to write it; must not exist, or be empty.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the LoRA adapter, in peft's format.")] = False,
+    dtype: Annotated[
+        _Dtype | None, typer.Option(help="Number format of the weights; as they are when not set.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a model as a folder of its own, and print the folder.
+
+    A Hugging Face folder, adapters merged, with tokenizer and chat template; `from_pretrained` and servers load it.
+
+    \b
+    Examples:
+      strop export runs/quickstart --out quickstart-model
+      strop export runs/quickstart/checkpoints/step-000040 --out step-40 --dtype bfloat16
+      strop export runs/mine --out mine-adapter --adapter
+    """
+    from strop.models.export import export_model
+
+    typer.echo(str(export_model(model, out, adapter=adapter, dtype=None if dtype is None else dtype.value)))
 
 
 @models.command("fetch")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
@@ -320,6 +321,31 @@ def test_adapters_start_at_nothing_and_train_alone() -> None:
     assert trained == {name for name, _ in adapted.named_parameters() if "lora_" in name}
     assert len(trained) == 2 * 2 * 7  # A and B, two blocks, seven linear layers: not the output head
     assert not adapted.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_dora_starts_at_nothing_and_trains_lengths_of_rows_too(dtype: torch.dtype, transposed: bool) -> None:
+    if transposed:
+        config = transformers.GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+        model = transformers.GPT2LMHeadModel(config).eval().to(dtype)
+    else:
+        model = create_model(TINY, seed=0)[0].to(dtype)
+    expected = model(IDS).logits
+    adapted = add_lora(model, LoraConfig(rank=2, dora=True, targets=["c_attn"] if transposed else "all-linear"), seed=1)
+    assert torch.equal(adapted(IDS).logits, expected)
+    lengths = [w for name, w in adapted.named_parameters() if "lora_magnitude_vector" in name]
+    assert len(lengths) == (2 if transposed else 2 * 7)
+    assert all(w.requires_grad and w.dtype == torch.float32 and w.ndim == 1 for w in lengths)
+
+
+def test_the_scale_of_an_adapter_is_that_of_its_kind() -> None:
+    def scale(**choices: bool) -> float:
+        adapted = add_lora(create_model(TINY, seed=0)[0], LoraConfig(rank=4, alpha=8, **choices), seed=1)
+        return float(adapted.get_base_model().model.layers[0].self_attn.q_proj.scaling["default"])
+
+    assert scale() == 2.0
+    assert scale(rank_stabilised=True) == 4.0
 
 
 def test_adapters_follow_the_seed_alone() -> None:

@@ -9,11 +9,13 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strop.config.model import LoraConfig
 from strop.errors import ModelError
 from strop.models import attention
 from strop.models.attention import running
 from strop.models.forward import check_forward, packed_inputs, packed_logprobs, score_streams
 from strop.models.layout import pack
+from strop.models.load import add_lora
 
 VOCABULARY = 97
 SHAPE = {
@@ -160,6 +162,18 @@ def test_first_token_cannot_be_scored() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_check_forward_accepts(family: str) -> None:
     check_forward(tiny(family), vocabulary=VOCABULARY)
+
+
+@pytest.mark.parametrize("kind", [{}, {"rank_stabilised": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
+def test_check_forward_accepts_adapters(kind: dict[str, bool]) -> None:
+    plain, adapted = tiny("llama"), add_lora(tiny("llama"), LoraConfig(rank=4, **kind), seed=0)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name or "magnitude" in name:
+                weight += 0.1 * torch.randn_like(weight)
+    check_forward(adapted, vocabulary=VOCABULARY)
+    streams = streams_of([7, 9])
+    assert np.nanmax(np.abs(score_streams(adapted, streams)[0] - score_streams(plain, streams)[0])) > 1e-2
 
 
 def test_check_forward_refuses_what_it_cannot_reproduce() -> None:

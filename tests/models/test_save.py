@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from strop.config.model import LoraConfig, NewModel
-from strop.errors import RunFailure
+from strop.errors import ModelError, RunFailure
 from strop.models.create import create_model
 from strop.models.load import add_lora
 from strop.models.save import merged_weights, save_model
@@ -30,13 +30,19 @@ TINY = NewModel(hidden_size=16, layers=2, heads=2, context=32)
 IDS = torch.tensor([[4, 5, 20, 13, 6, 7]])
 
 
-def trained_adapter(model, targets="all-linear", scale=0.3):
-    adapted = add_lora(model, LoraConfig(rank=2, alpha=4, targets=targets), seed=1)
+KINDS = {"lora": {}, "rslora": {"rank_stabilised": True}, "dora": {"dora": True}}
+KINDS["both"] = KINDS["rslora"] | KINDS["dora"]
+
+
+def trained_adapter(model, targets="all-linear", scale=0.3, **choices):
+    adapted = add_lora(model, LoraConfig(rank=2, alpha=4, targets=targets, **choices), seed=1)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_B" in name:
                 weight.normal_(std=scale)
+            if "magnitude" in name:
+                weight.mul_(1 + 0.3 * torch.rand_like(weight))
     return adapted
 
 
@@ -81,10 +87,11 @@ def test_the_config_says_the_dtype_of_the_weights(tmp_path: Path, dtype: torch.d
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
 
 
-def test_adapters_are_merged_and_kept_beside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_merged_and_kept_beside(tmp_path: Path, kind: str) -> None:
     model, tokenizer = create_model(TINY, seed=0)
     plain = model(IDS).logits
-    adapted = trained_adapter(model)
+    adapted = trained_adapter(model, **KINDS[kind])
     expected = adapted(IDS).logits
     assert not torch.allclose(expected, plain, atol=1e-3)
     save_model(adapted, tokenizer, tmp_path)
@@ -106,6 +113,27 @@ def test_saving_does_not_change_the_live_model(tmp_path: Path) -> None:
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert any(weight.requires_grad for weight in adapted.parameters())
+
+
+def test_the_adapters_of_each_kind_compute_something_else() -> None:
+    logits = {kind: trained_adapter(create_model(TINY, seed=0)[0], **KINDS[kind])(IDS).logits for kind in KINDS}
+    for one in KINDS:
+        for other in KINDS:
+            assert one == other or not torch.allclose(logits[one], logits[other], atol=1e-3), (one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merged_bfloat16_weights_are_those_of_the_float32_sum(kind: str) -> None:
+    """The same adapters on the same weights, once held in float32 and once in bfloat16."""
+    rough = create_model(TINY, seed=0)[0].to(torch.bfloat16)
+    exact = trained_adapter(copy.deepcopy(rough).float(), **KINDS[kind])
+    adapted = trained_adapter(rough, **KINDS[kind])
+    with torch.no_grad():
+        for ours, theirs in zip(adapted.parameters(), exact.parameters(), strict=True):
+            theirs.copy_(ours)
+    found = merged_weights(adapted)
+    for name, weight in merged_weights(exact).items():
+        assert torch.equal(found[name], weight.bfloat16()), name
 
 
 def test_adapters_are_merged_in_float32() -> None:
@@ -130,12 +158,13 @@ def test_only_adapted_tensors_are_copied() -> None:
     assert copies == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
 
 
-def test_transposed_layers_of_gpt2_are_merged_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_transposed_layers_of_gpt2_are_merged_right(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=32, eos_token_id=1, bos_token_id=1, pad_token_id=0
     )
-    adapted = trained_adapter(GPT2LMHeadModel(config).eval(), targets=["c_attn"])
+    adapted = trained_adapter(GPT2LMHeadModel(config).eval(), targets=["c_attn"], **KINDS[kind])
     save_model(adapted, create_model(TINY, seed=0)[1], tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, atol=1e-5, rtol=1e-5)
@@ -156,6 +185,9 @@ def test_experts_of_a_mixture_are_merged_right(tmp_path: Path) -> None:
         bos_token_id=1,
         eos_token_id=1,
     )
+    with pytest.raises(ModelError, match="cannot have adapters there") as caught:
+        trained_adapter(MixtralForCausalLM(config), dora=True)
+    assert "leave out `dora`" in caught.value.mend
     model, tokenizer = MixtralForCausalLM(config).eval(), create_model(TINY, seed=0)[1]
     save_model(model, tokenizer, tmp_path / "plain")
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")(IDS).logits, model(IDS).logits)

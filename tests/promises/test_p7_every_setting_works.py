@@ -206,6 +206,8 @@ def of_an_optimizer(prefix: str, context: str, falling: str) -> dict[str, Case]:
         f"{prefix}.schedule": Case("linear", context=context),
         f"{prefix}.warmup_steps": Case(2, context=context),
         f"{prefix}.final_share": Case(0.5, context=falling),
+        f"{prefix}.name": Case("muon", context=context),
+        f"{prefix}.offload": Case(True, "refused", says=rf"{prefix}\.offload` has no effect on a CPU", context=context),
     }
 
 
@@ -224,6 +226,8 @@ TABLE: dict[str, Case] = {
     "model.dtype": Case("bfloat16"),
     "model.lora.rank": Case(2, context="lora"),
     "model.lora.alpha": Case(4.0, context="lora"),
+    "model.lora.rank_stabilised": Case(True, context="lora"),
+    "model.lora.dora": Case(True, context="lora"),
     "model.lora.dropout": Case(0.5, context="lora"),
     "model.lora.targets": Case(["q_proj"], context="lora"),
     "model.activation_checkpointing": Case(True, "blocks", steady=True),
@@ -573,6 +577,12 @@ def test_a_key_that_would_have_no_effect_beside_the_others_is_refused(key: str, 
     [
         ("evaluation.samples", 3, {"data.eval": HELD_OUT}),
         ("warmup.optimizer.final_share", 0.5, {"warmup": WARMUP}),
+        ("training.optimizer.beta1", 0.5, {"training.optimizer.name": "adafactor"}),
+        ("training.optimizer.beta2", 0.5, {"training.optimizer.name": "adafactor"}),
+        ("training.optimizer.eps", 0.1, {"training.optimizer.name": "adafactor"}),
+        ("training.optimizer.beta2", 0.5, {"training.optimizer.name": "muon", "model.lora": {"rank": 4}}),
+        ("warmup.optimizer.eps", 0.1, {"warmup": WARMUP, "warmup.optimizer.name": "muon", "model.lora": {"rank": 4}}),
+        ("warmup.optimizer.beta2", 0.5, {"warmup": WARMUP, "warmup.optimizer.name": "adafactor"}),
         ("data.train.arguments", {"count": 3}, {"data.train": {"path": "rows.jsonl"}}),
         ("data.train.split", "other", {"data.train": {"path": "rows.jsonl"}}),
         ("data.train.subset", "one", {"data.train": {"path": "saved"}}),
@@ -585,3 +595,27 @@ def test_so_is_one_that_the_data_or_another_setting_leaves_no_room_for(
     found = observe(recipe(**{**changes, key: value}))
     assert found.run is None
     assert f"`{key}` has no effect" in str(found.error)
+
+
+@pytest.mark.parametrize("key", ["training.optimizer", "warmup.optimizer"])
+def test_an_optimizer_whose_package_is_missing_is_refused(
+    key: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
+    )
+    found = observe(recipe(warmup=WARMUP, **{f"{key}.name": "adamw_8bit"}))
+    assert found.run is None
+    assert f"`{key}.name: adamw_8bit` needs the package 'bitsandbytes'" in str(found.error)
+    assert "strop[bnb]" in str(found.error)
+
+
+def test_optimizers_are_looked_at_beside_examples_too(workplace: Path) -> None:
+    changes = {"model.lora": {"rank": 4}, "training.optimizer.name": "muon", "training.optimizer.beta2": 0.5}
+    found = observe(examples("sft", **changes))
+    assert "`training.optimizer.beta2` has no effect with muon and adapters" in str(found.error)
+    # AdamW updates the scalar head of a reward model.
+    assert observe(examples("reward_model", **changes)).error is None
+    found = observe(examples("sft", **{"training.optimizer.offload": True}))
+    assert "`training.optimizer.offload` has no effect on a CPU" in str(found.error)

@@ -377,17 +377,19 @@ async def test_close_ends_what_runs(tiny_model: Make) -> None:
 # Weights.
 
 
-def adapted(model: Any, targets: Any = "all-linear", dropout: float = 0.0) -> Any:
+def adapted(model: Any, targets: Any = "all-linear", dropout: float = 0.0, **kind: Any) -> Any:
     """The model with adapters that change what it computes."""
     from strop.config.model import LoraConfig
     from strop.models.load import add_lora
 
-    made = add_lora(model, LoraConfig(rank=4, targets=targets, dropout=dropout), seed=0)
+    made = add_lora(model, LoraConfig(rank=4, targets=targets, dropout=dropout, **kind), seed=0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.2)
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.5 * torch.rand(parameter.shape, generator=draw))
     return made.eval()
 
 
@@ -412,8 +414,12 @@ async def test_packed_weights_sample_the_same(tiny_model: Make, family: str) -> 
 
 @pytest.mark.usefixtures("packs_everything")
 @pytest.mark.parametrize("pack", [False, True])
-async def test_adapters_reach_the_samples(tiny_model: Make, pack: bool) -> None:
-    model, requests = adapted(tiny_model()), groups(0.7)
+# Larger adapters would make rounding larger; 16 / sqrt(4) is the scale of the plain ones.
+@pytest.mark.parametrize(
+    "kind", [{}, {"rank_stabilised": True, "alpha": 16.0}, {"dora": True}], ids=["lora", "rslora", "dora"]
+)
+async def test_adapters_reach_the_samples(tiny_model: Make, pack: bool, kind: dict[str, Any]) -> None:
+    model, requests = adapted(tiny_model(), **kind), groups(0.7)
     with model.disable_adapter():
         base = [one_at_a_time(model, r) for r in requests]
     found = await sample(engine_of(model, max_sequences=5, pack_weights=pack), requests)

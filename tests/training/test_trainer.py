@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,15 @@ def grpo(**choices: Any) -> Any:
     return build_algorithm("grpo", group_size=4, max_new_tokens=16, **choices)
 
 
-def trainer_of(model: Any, *, rate: float = 1e-3, **options: Any) -> SingleDeviceTrainer:
-    settings = OptimizerSettings(learning_rate=rate, schedule="cosine", warmup_steps=1)
+def trainer_of(model: Any, *, rate: float = 1e-3, rule: str = "adamw", **options: Any) -> SingleDeviceTrainer:
+    settings = OptimizerSettings(name=rule, learning_rate=rate, schedule="cosine", warmup_steps=1)
     return SingleDeviceTrainer(
         model, settings, **{"total_updates": 20, "temperature": TEMPERATURE, "budget": 60, **options}
     )
 
 
-def with_lora(model: Any) -> Any:
-    return add_lora(model, LoraConfig(rank=4), seed=0)
+def with_lora(model: Any, **choices: Any) -> Any:
+    return add_lora(model, LoraConfig(rank=4, **choices), seed=0)
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
@@ -342,25 +343,42 @@ def test_an_adapter_on_the_output_head_is_trained(tiny_model: Make) -> None:
 # Resuming.
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "lora", "lora-bfloat16"])
-def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Make, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [
+        ("float32", "adamw"),
+        ("bfloat16", "adamw"),
+        ("lora", "adamw"),
+        ("lora-bfloat16", "adamw"),
+        ("float32", "muon"),
+        ("lora-bfloat16", "muon"),
+        ("lora-dora-bfloat16", "muon"),
+        ("bfloat16", "adafactor"),
+        pytest.param(
+            "bfloat16",
+            "adamw_8bit",
+            marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs strop[bnb]"),
+        ),
+    ],
+)
+def test_a_resumed_trainer_goes_on_bit_for_bit(tiny_model: Make, tmp_path: Path, kind: str, rule: str) -> None:
     def fresh() -> Any:
         model = tiny_model()
         if "bfloat16" in kind:
             model = model.to(torch.bfloat16)
-        return with_lora(model) if "lora" in kind else model
+        return with_lora(model, dora="dora" in kind) if "lora" in kind else model
 
     batches = [batch_of(fresh(), seed=seed) for seed in range(6)]
 
     def steps(trainer: SingleDeviceTrainer, chosen: list[TokenBatch]) -> list[dict[str, float]]:
         return [trainer.update(copy.deepcopy(batch), grpo()) for batch in chosen]
 
-    straight = trainer_of(fresh(), parts=2)
+    straight = trainer_of(fresh(), parts=2, rule=rule)
     expected = steps(straight, batches)[3:]
-    first = trainer_of(fresh(), parts=2)
+    first = trainer_of(fresh(), parts=2, rule=rule)
     steps(first, batches[:3])
     state = first.save(tmp_path)
-    second = trainer_of(fresh(), parts=2)
+    second = trainer_of(fresh(), parts=2, rule=rule)
     second.load(tmp_path, state)
     assert equal(weights(second.model), weights(first.model))
     assert steps(second, batches[3:]) == expected

@@ -45,6 +45,10 @@ class LoraConfig(StrictModel):
     """Rank r of each adapter."""
     alpha: PositiveFloat = 32.0
     """Numerator of the adapter's scale, alpha / r."""
+    rank_stabilised: bool = False
+    """Scale by alpha / sqrt(r) instead, so that updates do not shrink as the rank grows (rsLoRA, arXiv 2312.03732)."""
+    dora: bool = False
+    """Also learn the length of each row of the weights, apart from its direction (DoRA, arXiv 2402.09353). Slower."""
     dropout: NonNegativeFloat = 0.0
     """Dropout before the adapter; 0 keeps the first mini-batch exactly on-policy."""
     targets: list[str] | Literal["all-linear"] = "all-linear"

@@ -9,16 +9,21 @@ from strop.config.data import DataSource
 
 
 class OptimizerSettings(StrictModel):
-    """AdamW (arXiv 1711.05101)."""
+    """The optimizer, its schedule, and where its state is kept."""
 
+    name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = "adamw"
+    """`adamw` (arXiv 1711.05101). `adafactor` (1804.04235): a factored second moment, so almost no state. `muon`
+    (2502.16982): orthogonal updates of the hidden matrices, AdamW for the rest. `adamw_8bit` (2110.02861): moments in
+    8 bits, by bitsandbytes (the extra `bnb`)."""
     learning_rate: PositiveFloat = 1e-6
-    """Peak learning rate."""
+    """Peak learning rate. Muon's updates are scaled to the size of AdamW's; Adafactor's are relative to the root mean
+    square of each weight, so it wants a larger one (its authors: 1e-2)."""
     beta1: Share = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment; under `muon` that of the weights left to AdamW. Not for `adafactor`."""
     beta2: Share = 0.999
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment; under `muon` that of the weights left to AdamW. Not for `adafactor`."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of AdamW's second moment; under `muon` of the weights left to it. Not for `adafactor`."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; norms and biases are never decayed."""
     max_grad_norm: PositiveFloat | None = 1.0
@@ -29,6 +34,8 @@ class OptimizerSettings(StrictModel):
     """Optimizer updates over which the learning rate rises linearly from 0."""
     final_share: Share = 0.0
     """Learning rate at the last update, as a share of the peak (not for `constant`)."""
+    offload: bool = False
+    """Keep masters and optimizer state in the CPU's memory and update there: less memory of the GPU, and slower."""
 
 
 class TrainingSettings(StrictModel):

@@ -17,7 +17,7 @@ from strop.config.model import ModelSettings
 from strop.errors import ModelError
 from strop.loops.assembly import Roles
 from strop.loops.prepare import Prepared
-from strop.models.folder import SCALAR_ENDING, read_json
+from strop.models.folder import is_scalar_folder
 from strop.models.load import load_model, resolve_model
 from strop.models.scalar import with_scalar_head
 from strop.models.scoring import ScoringModel
@@ -111,7 +111,7 @@ def make_critic(prepared: Prepared, roles: Roles) -> Critic | None:
     path = config.critic.path
     if path is None and config.model.lora is None:
         return Critic(with_scalar_head(copy.deepcopy(roles.model)), prepared, roles)
-    if path is not None and _is_scalar(path):
+    if path is not None and is_scalar_folder(resolve_model(path)):
         model: Any = ScoringModel.load(resolve_model(path), device=str(hardware.device))._model.to(hardware.dtype)
     else:
         settings = config.model.model_copy(update={"lora": None}) if path is None else ModelSettings(path=path)
@@ -125,8 +125,3 @@ def make_critic(prepared: Prepared, roles: Roles) -> Critic | None:
             mend="take a model of the policy's family, or leave the key out",
         )
     return Critic(model, prepared, roles)
-
-
-def _is_scalar(path: str) -> bool:
-    config = read_json(resolve_model(path) / "config.json", missing={})
-    return any(str(name).endswith(SCALAR_ENDING) for name in config.get("architectures") or [])

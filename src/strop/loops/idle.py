@@ -5,6 +5,7 @@ The choices of an algorithm are looked at in `algorithms/policy_gradient.py`; he
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from strop.config import Config
 from strop.config.data import DataSource
 from strop.config.run import EvaluationSettings
 from strop.config.training import OptimizerSettings
-from strop.errors import ConfigError, UserError
+from strop.errors import ConfigError, MissingExtra, UserError
 
 
 def check_idle(config: Config) -> None:
@@ -38,9 +39,12 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield _problem(
             "evaluation.samples", "at temperature 0, where every sample is the same", "set evaluation.temperature too"
         )
-    yield from _idle_optimizer("training.optimizer", config.training.optimizer)
-    if config.warmup is not None:
-        yield from _idle_optimizer("warmup.optimizer", config.warmup.optimizer)
+    # Adapters are matrices, all of which Muon updates itself; a scalar head and DoRA's magnitudes are left to AdamW.
+    lora = config.model.lora
+    scalar = config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
+    matrices_only = lora is not None and not lora.dora and not scalar
+    for key, optimizer in optimizers_of(config).items():
+        yield from _idle_optimizer(key, optimizer, matrices_only)
     if config.model.create is not None and config.model.trust_remote_code:
         yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
@@ -72,7 +76,37 @@ def _idle_beside_examples(config: Config) -> Iterator[UserError]:
                 yield _problem(key, "with `supervised`: nothing is sampled", mend)
 
 
-def _idle_optimizer(key: str, settings: OptimizerSettings) -> Iterator[UserError]:
+def optimizers_of(config: Config) -> dict[str, OptimizerSettings]:
+    """Each optimizer's settings by their key."""
+    found = {"training.optimizer": config.training.optimizer}
+    if config.warmup is not None:
+        found["warmup.optimizer"] = config.warmup.optimizer
+    found["critic.optimizer"] = config.critic.optimizer
+    return found
+
+
+def check_optimizers(config: Config, device: str) -> None:
+    """Raise UserError for an optimizer whose package is missing, or that is to leave a device it is not on.
+
+    Args:
+        device: the kind that was chosen, "cpu", "cuda" or "mps".
+    """
+    for key, settings in optimizers_of(config).items():
+        if settings.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+            raise MissingExtra("bitsandbytes", extra="bnb", needed_for=f"`{key}.name: adamw_8bit`")
+        if settings.offload and device == "cpu":
+            raise ConfigError([_problem(f"{key}.offload", "on a CPU, in whose memory everything is")])
+
+
+def _idle_optimizer(key: str, settings: OptimizerSettings, matrices_only: bool) -> Iterator[UserError]:
+    why = {
+        "adafactor": "with adafactor, which has no such number",
+        "muon": "with muon and adapters, of which none is left to AdamW" if matrices_only else "",
+    }.get(settings.name)
+    if why:
+        for name in ("beta1", "beta2", "eps"):
+            if getattr(settings, name) != OptimizerSettings.model_fields[name].default:
+                yield _problem(f"{key}.{name}", why, f"set {key}.name to adamw")
     if settings.schedule == "constant" and settings.final_share:
         yield _problem(f"{key}.final_share", "with a constant learning rate", f"set {key}.schedule to linear or cosine")
 

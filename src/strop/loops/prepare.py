@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from strop.config import Config
 from strop.errors import ConfigError, DataError, UserError
 from strop.loops.algorithm import make_algorithm
-from strop.loops.idle import check_idle
+from strop.loops.idle import check_idle, check_optimizers
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
@@ -75,6 +75,7 @@ def prepare(config: Config) -> Prepared:
 
     algorithm = make_algorithm(config)
     hardware = choose_hardware(config)
+    check_optimizers(config, hardware.device.type)
     if config.warmup is not None:
         from strop.loops.warmup import check_answers
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from strop.config import Config
 from strop.config.supervised import ExampleColumns, SupervisedSettings
 from strop.errors import ConfigError, UserError
-from strop.loops.idle import check_idle
+from strop.loops.idle import check_idle, check_optimizers
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Objective
@@ -95,12 +95,14 @@ def prepare_examples(config: Config) -> PreparedExamples:
 
     from strop.planning.hardware import choose_hardware
 
+    hardware = choose_hardware(config)
+    check_optimizers(config, hardware.device.type)
     seen = checked["data.train"]
     # Of a long source only the beginning was looked at; allow the rest to be twice as long.
     expected = seen.longest if seen.rows == seen.of else min(2 * seen.longest, longest)
     return PreparedExamples(
         config,
-        choose_hardware(config),
+        hardware,
         facts,
         datasets["data.train"],
         datasets.get("data.eval"),

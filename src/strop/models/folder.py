@@ -205,6 +205,12 @@ def _check_weight_file(file: Path) -> None:
         )
 
 
+def is_scalar_folder(folder: Path) -> bool:
+    """Whether a folder holds a model with a scalar head, as reward models are saved."""
+    config = read_json(folder / "config.json", missing={})
+    return any(str(name).endswith(SCALAR_ENDING) for name in config.get("architectures") or [])
+
+
 def _check_scalar(config: dict[str, Any], folder: Path) -> None:
     architectures = config.get("architectures") or []
     if not any(str(name).endswith(SCALAR_ENDING) for name in architectures):

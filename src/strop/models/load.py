@@ -267,6 +267,8 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> PeftMod
         lora_alpha=settings.alpha,  # type: ignore[arg-type]
         lora_dropout=settings.dropout,
         target_modules=settings.targets,
+        use_rslora=settings.rank_stabilised,
+        use_dora=settings.dora,
     )
     try:
         with seeded(seed), quiet():
@@ -275,11 +277,31 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> PeftMod
         raise ModelError(
             f"the model cannot have adapters there: {_first_line(error)}",
             where="model.lora.targets",
-            mend="name other modules in `targets`",
+            mend="name other modules in `targets`" + (", or leave out `dora`" if settings.dora else ""),
         ) from error
     if scalar:
         adapted.get_base_model().score.requires_grad_(True)
+    if settings.dora:
+        _measure_rows(adapted)
     return adapted.train(training)
+
+
+def _measure_rows(model: PeftModel) -> None:
+    """Set DoRA's magnitudes to the lengths of the rows in float32.
+
+    peft measures them in the number format of the weights but divides by lengths in that of the adapters: under
+    bfloat16 a model with untrained adapters would not be the model without them.
+    """
+    import torch
+    from peft.tuners.lora import LoraLayer
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            weight: Any = layer.get_base_layer().weight
+            rows = weight.detach().float()
+            lengths = torch.linalg.norm(rows.T if getattr(layer, "fan_in_fan_out", False) else rows, dim=1)
+            for magnitudes in layer.lora_magnitude_vector.values():
+                magnitudes.weight.data.copy_(lengths)
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:

@@ -50,8 +50,8 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pat
 def merged_weights(model: Any) -> dict[str, torch.Tensor]:
     """Weights by their Hugging Face names, with adapters merged in; tensors without an adapter are not copied.
 
-    W + (alpha / r) B A is computed in float32 and cast to the type of W once, at the end: summing in bfloat16 would
-    lose most of a small update.
+    The sum of W and what its adapters add (see `adapter_delta`) is computed in float32 and cast to the type of W once,
+    at the end: summing in bfloat16 would lose most of a small update.
     """
     if not hasattr(model, "peft_config"):
         return dict(model.state_dict())
@@ -78,31 +78,15 @@ def _unwrapped(name: str) -> str:
 def _merge(layers: list[Any], weight: torch.Tensor) -> torch.Tensor:
     import torch
 
-    with torch.no_grad():
-        merged = weight.to("cpu", torch.float32, copy=True)
-        for layer in layers:
-            for adapter in layer.active_adapters:
-                if adapter in layer.lora_A:
-                    merged += _delta(layer, adapter)
-        return merged.to(weight.dtype)
+    from strop.models.adapters import adapter_delta
 
-
-def _delta(layer: Any, adapter: str) -> torch.Tensor:
-    """What one adapter adds to its weight, float32 on the CPU, in the shape of the weight.
-
-    peft's `get_delta_weight` is the same but for its number format: for experts it rounds to that of the weight.
-    """
-    import torch
-
-    a, b = (part[adapter].weight.to("cpu", torch.float32) for part in (layer.lora_A, layer.lora_B))
-    experts = getattr(layer, "num_experts", 1)
-    if experts == 1:
-        delta = b @ a
-        return (delta.T if layer.fan_in_fan_out else delta) * layer.scaling[adapter]
-    a = a.reshape(experts, -1, a.shape[-1])
-    b = b.reshape(b.shape[0], -1, experts)
-    shape = "eoi" if layer._did_swap_in_out_features else "eio"
-    return torch.einsum(f"ore,eri->{shape}", b, a) * layer.scaling[adapter]
+    plain = weight.detach().to("cpu", torch.float32)
+    merged = plain.clone()
+    for layer in layers:
+        for adapter in layer.active_adapters:
+            if adapter in layer.lora_A:
+                merged += adapter_delta(layer, adapter, plain)
+    return merged.to(weight.dtype)
 
 
 def write_folder(

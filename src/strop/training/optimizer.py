@@ -1,8 +1,8 @@
-"""AdamW with float32 masters and float32 gradient sums, whatever the model computes in."""
+"""Updates of float32 masters from float32 gradient sums, whatever the model computes in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -11,46 +11,53 @@ from torch import Tensor, nn
 from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
 from strop.training.schedule import learning_rate
+from strop.training.update_rules import update_rules
+
+# Tables that bitsandbytes shares between all weights; they hold no state.
+_CODES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 
 
 class MasterOptimizer:
-    """AdamW (arXiv 1711.05101) over float32 masters.
+    """The chosen optimizer over float32 masters.
 
     A float32 parameter is its own master. For any other parameter the master is a float32 copy: gradients of each
     micro-batch are added in float32 and the parameter is rounded from the master after each update, so that updates
-    smaller than a bfloat16 step are not lost.
+    smaller than a bfloat16 step are not lost. With `offload` every master is a copy on the CPU; gradients are added
+    there, and it is there that the update is computed.
 
     Args:
         parameters: (name, parameter) of what is trained. total: optimizer updates of the whole run, for the schedule.
+        outer: names of the weights of input and output layers, which Muon leaves to AdamW.
+
+    Raises:
+        MissingExtra: the optimizer needs a package that is not installed.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimizerSettings, total: int) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        settings: OptimizerSettings,
+        total: int,
+        outer: Collection[str] = (),
+    ) -> None:
         self.settings = settings
         self.total = total
         self.updates = 0
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
-        self.masters: dict[str, Tensor] = {}
+        self.masters: dict[str, nn.Parameter] = {}
         self._hooks: list[Any] = []
         for name, parameter in self.parameters.items():
-            if parameter.dtype == torch.float32:
+            if parameter.dtype == torch.float32 and not settings.offload:
                 self.masters[name] = parameter
             else:
-                master = nn.Parameter(parameter.detach().float().clone())
+                copied = parameter.detach().to(
+                    "cpu" if settings.offload else parameter.device, torch.float32, copy=True
+                )
+                master = nn.Parameter(copied)
                 self.masters[name] = master
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_add_to(master)))
-        decayed = [m for m in self.masters.values() if m.ndim >= 2]
-        plain = [m for m in self.masters.values() if m.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            fused=True,
-        )
+        self.rules = update_rules(settings, self.masters, outer)
+        self._rule_of = {p: rule for rule in self.rules for group in rule.param_groups for p in group["params"]}
 
     def zero_grad(self) -> None:
         for master in self.masters.values():
@@ -76,9 +83,10 @@ class MasterOptimizer:
             if self.settings.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
             rate = learning_rate(self.settings, self.updates, self.total)
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            self.adamw.step()
+            for rule in self.rules:
+                for group in rule.param_groups:
+                    group["lr"] = rate
+                rule.step()
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
@@ -93,11 +101,12 @@ class MasterOptimizer:
         self.zero_grad()
 
     def state(self) -> dict[str, Tensor]:
-        """Moments by parameter name (`exp_avg/NAME`, ...), and masters that are not parameters (`master/NAME`)."""
+        """State by parameter name (`exp_avg/NAME`, ...), and masters that are not parameters (`master/NAME`)."""
         found: dict[str, Tensor] = {}
         for name, master in self.masters.items():
-            for key, value in self.adamw.state.get(master, {}).items():
-                found[f"{key}/{name}"] = value.detach()
+            for key, value in self._rule_of[master].state.get(master, {}).items():
+                if key not in _CODES:
+                    found[f"{key}/{name}"] = torch.as_tensor(value).detach()
             if master is not self.parameters[name]:
                 found[f"master/{name}"] = master.detach()
         return found
@@ -116,10 +125,21 @@ class MasterOptimizer:
                     master.copy_(kinds.pop("master"))
                     self.parameters[name].copy_(master)
                 if kinds:
-                    self.adamw.state[master] = {
-                        kind: value.clone() if kind == "step" else value.to(master.device).clone()
-                        for kind, value in kinds.items()
-                    }
+                    self._rule_of[master].state[master] = _taken_back(self._rule_of[master], master, kinds)
+
+
+def _taken_back(rule: Any, master: Tensor, kinds: dict[str, Tensor]) -> dict[str, Any]:
+    """The state of one master as its optimizer holds it; each optimizer has its own place for the count of updates."""
+    state: dict[str, Any] = {kind: value.to(master.device).clone() for kind, value in kinds.items()}
+    if isinstance(rule, torch.optim.Adafactor):
+        state["step"] = kinds["step"].cpu().clone()
+    elif hasattr(rule, "name2qmap"):  # of bitsandbytes
+        state["step"] = int(kinds["step"])
+        if state["state1"].dtype == torch.uint8:
+            for kind, code in _CODES.items():
+                rule.name2qmap[code] = rule.name2qmap[code].to(master.device)
+                state[kind] = rule.name2qmap[code]
+    return state
 
 
 def _add_to(master: nn.Parameter) -> Any:
@@ -127,9 +147,9 @@ def _add_to(master: nn.Parameter) -> Any:
         if parameter.grad is None:
             return
         if master.grad is None:
-            master.grad = parameter.grad.float()
+            master.grad = parameter.grad.to(master.device, torch.float32)
         else:
-            master.grad += parameter.grad
+            master.grad += parameter.grad.to(master.device)
         parameter.grad = None
 
     return add

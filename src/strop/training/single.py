@@ -23,6 +23,7 @@ from strop.models.scalar import packed_scores
 from strop.training.batching import MicroBatch, micro_batches, mini_batches
 from strop.training.optimizer import MasterOptimizer
 from strop.training.protocol import Role
+from strop.training.update_rules import outer_weights
 
 Head = Literal["logprobs", "score", "value"]
 
@@ -32,7 +33,7 @@ class SingleDeviceTrainer:
 
     Args:
         model: a causal model or a peft model; what requires a gradient is trained.
-        optimizer: AdamW and its schedule. total_updates: optimizer updates of the whole run.
+        optimizer: which one, and its schedule. total_updates: optimizer updates of the whole run.
         temperature: log-probabilities are taken at it; the sampling temperature.
         budget: packed tokens in one forward and backward pass. chunk: rows whose logits exist at a time.
         parts, epochs: mini-batches of a step and passes over it.
@@ -74,7 +75,7 @@ class SingleDeviceTrainer:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             if self._adapters:
                 self.model.enable_input_require_grads()
-        self.optimizer = MasterOptimizer(model.named_parameters(), optimizer, total_updates)
+        self.optimizer = MasterOptimizer(model.named_parameters(), optimizer, total_updates, outer_weights(model))
 
     def logprobs(self, batch: TokenBatch, *, role: Role = "policy") -> Tensor:
         """[T] float32 on the CPU, at the sampling temperature, 0 where the loss mask is False."""

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from strop.models.adapters import adapter_delta
+
 # Smaller matrices gain nothing: the call itself costs more.
 SMALLEST = 1 << 17
 
@@ -43,7 +45,7 @@ def effective_weight(module: nn.Module) -> Tensor | None:
             return None
         for adapter in lora.active_adapters:
             if adapter in lora.lora_A:
-                weight = weight + lora.get_delta_weight(adapter).detach().to(weight.dtype)
+                weight = weight + adapter_delta(lora, adapter, base.weight).to(weight.dtype)
     return weight
 
 

@@ -1,0 +1,37 @@
+"""What an adapter adds to the weight it sits on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def adapter_delta(layer: Any, adapter: str, weight: Tensor) -> Tensor:
+    """What one adapter adds to a weight, float32, in the shape and on the device of the weight.
+
+    LoRA (arXiv 2106.09685): s B A with s = alpha / r, or alpha / sqrt(r) if rank-stabilised (2312.03732). DoRA
+    (2402.09353, eq. 5): m (W + s B A) / ||W + s B A|| - W, with the norm of each output's row.
+
+    peft's `get_delta_weight` knows nothing of DoRA, and for experts rounds to the number format of the weight.
+
+    Args:
+        layer: peft's wrapper of a linear layer or of the stacked experts of a mixture.
+        weight: the weight without adapters.
+    """
+    a, b = (part[adapter].weight.detach().to(weight.device, torch.float32) for part in (layer.lora_A, layer.lora_B))
+    experts = getattr(layer, "num_experts", 1)
+    if experts > 1:
+        a = a.reshape(experts, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, experts)
+        shape = "eoi" if layer._did_swap_in_out_features else "eio"
+        return torch.einsum(f"ore,eri->{shape}", b, a) * layer.scaling[adapter]
+    delta = (b @ a) * layer.scaling[adapter]
+    if adapter in layer.lora_magnitude_vector:
+        plain = weight.detach().to(torch.float32)
+        plain = plain.T if layer.fan_in_fan_out else plain
+        magnitude = layer.lora_magnitude_vector[adapter].weight.detach().to(weight.device, torch.float32)
+        whole = plain + delta
+        delta = (magnitude / torch.linalg.norm(whole, dim=1))[:, None] * whole - plain
+    return delta.T if layer.fan_in_fan_out else delta

@@ -1,0 +1,99 @@
+"""The update rules that `training.optimizer.name` chooses from, as optimizers of torch and bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from strop.config.training import OptimizerSettings
+from strop.errors import MissingExtra
+
+
+def update_rules(
+    settings: OptimizerSettings, masters: Mapping[str, nn.Parameter], outer: Collection[str] = ()
+) -> list[Optimizer]:
+    """The optimizers that together update every master once.
+
+    Args:
+        masters: the float32 weights by name.
+        outer: names of the weights of input and output layers, which Muon leaves to AdamW (see `outer_weights`).
+
+    Raises:
+        MissingExtra: 8-bit AdamW without bitsandbytes.
+    """
+    if settings.name == "adafactor":
+        return [torch.optim.Adafactor(_groups(settings, masters), lr=settings.learning_rate)]
+    if settings.name == "muon":
+        return _muon(settings, masters, outer)
+    if settings.name == "adamw_8bit":
+        return [_adamw_8bit(settings, masters)]
+    return [_adamw(settings, masters)]
+
+
+def outer_weights(model: nn.Module) -> set[str]:
+    """Names of the weights of a causal model's embeddings, output head and scalar head."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = [module for module in base.modules() if isinstance(module, nn.Embedding)]
+    layers += [base.get_output_embeddings(), getattr(base, "score", None)]
+    weights = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters(recurse=False)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
+
+
+def _adamw(settings: OptimizerSettings, masters: Mapping[str, nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(
+        _groups(settings, masters),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def _muon(settings: OptimizerSettings, masters: Mapping[str, nn.Parameter], outer: Collection[str]) -> list[Optimizer]:
+    """Muon for the hidden matrices, AdamW for the rest.
+
+    An orthogonal update has another size than AdamW's. Scaling it to the root mean square of AdamW's (arXiv 2502.16982,
+    section 2.2) lets both share one learning rate, schedule and weight decay.
+    """
+    hidden = {name: master for name, master in masters.items() if master.ndim == 2 and name not in outer}
+    others = {name: master for name, master in masters.items() if name not in hidden}
+    rules: list[Optimizer] = []
+    if hidden:
+        rules.append(
+            torch.optim.Muon(
+                hidden.values(),
+                lr=settings.learning_rate,
+                weight_decay=settings.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    if others:
+        rules.append(_adamw(settings, others))
+    return rules
+
+
+def _adamw_8bit(settings: OptimizerSettings, masters: Mapping[str, nn.Parameter]) -> Optimizer:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise MissingExtra("bitsandbytes", extra="bnb", needed_for="the optimizer adamw_8bit") from error
+    optimizer: Optimizer = AdamW8bit(
+        _groups(settings, masters),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+    return optimizer
+
+
+def _groups(settings: OptimizerSettings, masters: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """Matrices, which are decayed, and norms and biases, which are not."""
+    groups = [
+        {"params": [m for m in masters.values() if m.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [m for m in masters.values() if m.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
