@@ -44,7 +44,8 @@ def _idle(config: Config) -> Iterator[UserError]:
     scalar = config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
     matrices_only = lora is not None and not lora.dora and not scalar
     for key, optimizer in optimizers_of(config).items():
-        yield from _idle_optimizer(key, optimizer, matrices_only)
+        # A critic is trained whole.
+        yield from _idle_optimizer(key, optimizer, matrices_only and key != "critic.optimizer")
     if config.model.create is not None and config.model.trust_remote_code:
         yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
