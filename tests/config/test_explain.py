@@ -89,11 +89,11 @@ def test_every_key_explains_itself_under_every_spelling() -> None:
 
 
 def test_a_leaf_says_type_default_and_meaning() -> None:
-    assert explain("training.optimizer.learning_rate").splitlines() == [
-        "training.optimizer.learning_rate",
-        "  Peak learning rate.",
-        "  type:    a number above 0",
-        "  default: 1e-06",
+    assert explain("training.optimizer.max_grad_norm").splitlines() == [
+        "training.optimizer.max_grad_norm",
+        "  Gradients are scaled down to this global norm; `null` leaves them as they are.",
+        "  type:    a number above 0 or null",
+        "  default: 1.0",
     ]
     assert 'one of "none", "std", "population_std" or "mean", or null' in explain("algorithm.scale")
     assert "it must be set" in explain("data.train.path")
@@ -114,7 +114,7 @@ def test_a_list_of_kinds_lists_each_kind() -> None:
     assert all(f"kind: {kind} " in text for kind in ("exact", "numeric", "regex", "format", "python"))
     assert "tolerance" in explain("rewards.verifiers.numeric")
     assert "pattern" not in explain("rewards.verifiers.numeric")
-    assert 'one of "exact", "numeric", "regex", "format" or "python"' in explain("rewards.verifiers.kind")
+    assert 'one of "exact", "numeric", "regex", "format", "python" or "reward_model"' in explain("rewards.verifiers.kind")
 
 
 @pytest.mark.parametrize(
