@@ -63,18 +63,19 @@ def topk_kl(
     inside = torch.isfinite(widen(logprobs) + widen(teacher_logprobs)).all(-1) if mask is None else mask.bool()
     student = torch.where(inside[..., None], widen(logprobs), -30.0)
     teacher = torch.where(inside[..., None], widen(teacher_logprobs.detach()), -30.0)
-    weight = student.exp() if direction == "reverse" else teacher.exp()
-    sign = 1.0 if direction == "reverse" else -1.0
-    result = sign * (weight * (student - teacher)).sum(-1)
+    reverse = direction == "reverse"
+    # Exponentials are most of the work: each is taken once.
+    p = student.exp() if reverse or tail else student
+    q = teacher.exp() if not reverse or tail else teacher
+    sign = 1.0 if reverse else -1.0
+    result = sign * ((p if reverse else q) * (student - teacher)).sum(-1)
     if tail:
         # All other tokens together: what the K leave of the probability.
-        rest, teacher_rest = _log_rest(student), _log_rest(teacher)
-        weight = rest.exp() if direction == "reverse" else teacher_rest.exp()
-        result = result + sign * weight * (rest - teacher_rest)
+        rest, teacher_rest = _rest(p), _rest(q)
+        result = result + sign * (rest if reverse else teacher_rest) * (rest.log() - teacher_rest.log())
     return hide(result, inside, mask)
 
 
-def _log_rest(logprobs: Tensor) -> Tensor:
-    """[...] log of the probability that K tokens leave to all others, at least the rounding of 1."""
-    rest = 1 - logprobs.exp().sum(-1)
-    return rest.clamp(min=torch.finfo(logprobs.dtype).eps).log()
+def _rest(probabilities: Tensor) -> Tensor:
+    """[...] the probability that K tokens leave to all others, at least the rounding of 1."""
+    return (1 - probabilities.sum(-1)).clamp(min=torch.finfo(probabilities.dtype).eps)
