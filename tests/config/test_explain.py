@@ -114,7 +114,8 @@ def test_a_list_of_kinds_lists_each_kind() -> None:
     assert all(f"kind: {kind} " in text for kind in ("exact", "numeric", "regex", "format", "python"))
     assert "tolerance" in explain("rewards.verifiers.numeric")
     assert "pattern" not in explain("rewards.verifiers.numeric")
-    assert 'one of "exact", "numeric", "regex", "format", "python" or "reward_model"' in explain("rewards.verifiers.kind")
+    kinds = 'one of "exact", "numeric", "regex", "format", "python" or "reward_model"'
+    assert kinds in explain("rewards.verifiers.kind")
 
 
 @pytest.mark.parametrize(
