@@ -302,10 +302,14 @@ def config_show(
     from strop.cli_algorithms import listed
     from strop.config.loading import resolved_yaml
     from strop.loops.algorithm import make_algorithm
+    from strop.loops.prepare_examples import listed_objective
 
-    algorithm = make_algorithm(settings)
+    if settings.supervised is not None:
+        result = f"# the objective that results: {listed_objective(settings.supervised)}"
+    else:
+        result = f"# the algorithm that results: {listed(make_algorithm(settings))}"
     typer.echo(resolved_yaml(settings), nl=False)
-    typer.echo(f"# the algorithm that results: {listed(algorithm)}")
+    typer.echo(result)
 
 
 @config.command("explain")

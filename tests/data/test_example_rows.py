@@ -168,6 +168,8 @@ def test_judged_completions(tmp_path: Path, tokenizer: Any) -> None:
         ("dpo", {"chosen": "b", "rejected": "c"}, "no column 'prompt'"),
         ("kto", {"prompt": "a", "completion": "b"}, "no column 'label'"),
         ("process_reward", {"prompt": "a", "steps": ["b"], "labels": [True, False]}, "as many labels"),
+        ("kto", {"prompt": "a", "completion": "b", "label": "false"}, "a label is 'false', neither true nor false"),
+        ("process_reward", {"prompt": "a", "steps": ["b"], "labels": [0.5]}, "a label is 0.5"),
         ("sft", {"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
         ("sft", {"prompt": "a" * 300, "answer": "b"}, "at most 200"),
     ],

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from tiny_runs import recipe, steps_of, weights_of
 
+from strop.algorithms.supervised import Values, explained_variance
 from strop.config.loading import load_config
 from strop.errors import ModelError
-from strop.loops.critic import ValueObjective, explained_variance
 from strop.loops.online import open_run
 from strop.loops.train import train
 
@@ -120,7 +120,7 @@ def test_the_value_loss_is_a_mean_over_the_tokens_of_the_mini_batch() -> None:
         loss_mask = torch.tensor([True, False, True])
         returns = torch.tensor([1.0, math.nan, 3.0])
 
-    objective: Any = ValueObjective(Half())
+    objective: Any = Values(Half())
     terms = objective.loss(Batch(), torch.tensor([0.0, 5.0, 1.0]), None).terms["value"]
     assert float(objective.reduce(terms, Batch(), objective.denominators(Batch())[""])) == (0.5 + 2.0) / 2
 

@@ -116,3 +116,38 @@ def test_a_language_model_is_refused(judge: Path, tmp_path: Path) -> None:
         RewardModel(RewardModelVerifier(kind="reward_model", path=str(tmp_path / "policy")))
     with pytest.raises(ModelError, match="no model folder"):
         RewardModel(RewardModelVerifier(kind="reward_model", path=str(tmp_path / "nothing")))
+
+
+def test_loading_is_not_timed(judge: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model takes longer to read than a batch may take to score."""
+    import asyncio
+    import time
+
+    from strop.config.rewards import RewardSettings
+    from strop.rewards.build import build_scorer
+
+    load = ScoringModel.load
+
+    def slowly(*arguments: Any, **keywords: Any) -> ScoringModel:
+        time.sleep(3)
+        return load(*arguments, **keywords)
+
+    monkeypatch.setattr(ScoringModel, "load", slowly)
+    verifiers = [{"kind": "reward_model", "path": str(judge)}]
+    scorer = build_scorer(RewardSettings.model_validate({"verifiers": verifiers, "timeout": 2.0, "retries": 0}))
+    scorer.load()
+    [reward] = asyncio.run(scorer.score([Completed("1=", "2")]))
+    assert reward.status == "ok", reward.detail
+
+
+def test_a_classifier_of_two_labels_is_refused(judge: Path, tmp_path: Path) -> None:
+    """transformers leaves the names of the labels out when there are two."""
+    import shutil
+
+    copied = tmp_path / "classifier"
+    shutil.copytree(judge / "checkpoints" / "step-000300" / "model", copied)
+    config = json.loads((copied / "config.json").read_text())
+    del config["id2label"], config["label2id"]
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="2 labels"):
+        RewardModel(RewardModelVerifier(kind="reward_model", path=str(copied)))

@@ -8,10 +8,11 @@ completions, counted before a batch is cut.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from strop.algorithms.base import LossTerms
 from strop.algorithms.batch import TokenBatch
 from strop.algorithms.policy_losses import Metrics
 from strop.algorithms.segments import segment_count, segment_sum
+from strop.algorithms.supervised import CrossEntropy, ProcessReward
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Comparison:
 
 
 @dataclass(kw_only=True)
-class Pairwise(Comparison):
+class Pairwise(Comparison, ABC):
     """A chosen and a rejected completion of each prompt.
 
     nll_coef: weight of a supervised term on the chosen completions, averaged over their tokens (RPO, arXiv 2404.19733).
@@ -62,9 +64,9 @@ class Pairwise(Comparison):
 
     nll_coef: float = 0.0
 
+    @abstractmethod
     def pair_loss(self, pairs: Pairs) -> tuple[Tensor, Metrics]:
         """([P] loss, metrics [P])."""
-        raise NotImplementedError
 
     def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
         loss, units = self.pair_loss(pairs_of(batch, logprobs))
@@ -159,11 +161,12 @@ class Orpo(Pairwise):
 class Kto(Comparison):
     """KTO (arXiv 2402.01306) eq. 8: completions judged one by one, each a group of its own.
 
-    kl: the estimate of KL(policy || reference) of the current batch; whoever trains sets it before each update, from
-    completions paired with other prompts.
+    kl: the estimate of KL(policy || reference) of the current batch; because of `needs_divergence`, whoever trains sets
+    it before each update, from completions paired with other prompts.
     """
 
     needs_reference: ClassVar[bool] = True
+    needs_divergence: ClassVar[bool] = True
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -212,30 +215,6 @@ class RewardModel(Comparison):
         return LossTerms(terms, units=units)
 
 
-@dataclass(kw_only=True)
-class ProcessReward:
-    """A process reward model: a binary cross-entropy at the end of each step of a solution (arXiv 2305.20050).
-
-    The trained tokens are the last ones of the steps; `extra["labels"]` [T] is 1 where a step is right, 0 where not.
-    """
-
-    needs_entropy: ClassVar[bool] = False
-    logs_entropy: ClassVar[bool] = False
-    needs_reference: ClassVar[bool] = False
-
-    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
-        labels = batch.extra["labels"]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logprobs, labels, reduction="none")
-        right = ((logprobs.detach() > 0) == (labels > 0.5)).float()
-        return LossTerms({"process": loss}, {"preference/accuracy": right})
-
-    def denominators(self, batch: TokenBatch) -> Mapping[str, float]:
-        return {"": float(max(1, int(batch.loss_mask.sum())))}
-
-    def reduce(self, per_token: Tensor, batch: TokenBatch, denominator: float) -> Tensor:
-        return per_token.masked_fill(~batch.loss_mask, 0.0).sum() / denominator
-
-
 def pairs_of(batch: TokenBatch, logprobs: Tensor) -> Pairs:
     """The pairs of a batch whose sequences are chosen, rejected, chosen, rejected, ...
 
@@ -258,7 +237,8 @@ def _of_chosen(batch: TokenBatch) -> Tensor:
     return batch.loss_mask & (batch.seq_ids % 2 == 0)
 
 
-OBJECTIVES: dict[str, type[Comparison | ProcessReward]] = {
+OBJECTIVES: dict[str, Any] = {
+    "sft": CrossEntropy,
     "dpo": Dpo,
     "cdpo": ConservativeDpo,
     "robust_dpo": RobustDpo,

@@ -39,8 +39,7 @@ def cdpo(
 
     Source: https://ericmitchell.ai/cdpo.pdf.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5), it is {label_smoothing}")
+    _check_smoothing(label_smoothing)
     logits, metrics = _implicit_rewards(chosen, rejected, ref_chosen, ref_rejected, beta)
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits), metrics
 
@@ -58,8 +57,7 @@ def robust_dpo(
 
     Source: robust DPO (arXiv 2403.00409) eq. 12.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5), it is {label_smoothing}")
+    _check_smoothing(label_smoothing)
     logits, metrics = _implicit_rewards(chosen, rejected, ref_chosen, ref_rejected, beta)
     loss = -(1 - label_smoothing) * logsigmoid(logits) + label_smoothing * logsigmoid(-logits)
     return loss / (1 - 2 * label_smoothing), metrics
@@ -212,6 +210,11 @@ def _reward_metrics(better: Tensor, worse: Tensor) -> Metrics:
 def _log_other(logprob: Tensor) -> Tensor:
     """log(1 - exp(logprob)), finite up to logprob = 0."""
     return torch.log(-torch.expm1(logprob.clamp(max=-torch.finfo(logprob.dtype).eps)))
+
+
+def _check_smoothing(share: float) -> None:
+    if not 0 <= share < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0, 0.5), it is {share}")
 
 
 def _check_beta(beta: float) -> None:

@@ -1,26 +1,70 @@
-"""Supervised fine-tuning as an objective."""
+"""Objectives that are means over trained tokens: supervised fine-tuning, process rewards, a critic's values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from strop.algorithms.base import LossTerms
 from strop.algorithms.batch import TokenBatch
 
 
-class CrossEntropy:
-    """Negative log-likelihood of the trained tokens, averaged over the tokens of the whole mini-batch."""
+class TokenMean:
+    """Each term is averaged over the trained tokens of the whole mini-batch."""
 
-    needs_entropy = False
-    needs_hits = True
-
-    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
-        return LossTerms({"nll": -logprobs}, {"token_accuracy": batch.extra["hits"]} if "hits" in batch.extra else {})
+    needs_entropy: ClassVar[bool] = False
 
     def denominators(self, batch: TokenBatch) -> Mapping[str, float]:
         return {"": float(max(1, int(batch.loss_mask.sum())))}
 
     def reduce(self, per_token: Tensor, batch: TokenBatch, denominator: float) -> Tensor:
         return per_token.masked_fill(~batch.loss_mask, 0.0).sum() / denominator
+
+
+class CrossEntropy(TokenMean):
+    """Negative log-likelihood of the trained tokens."""
+
+    needs_hits: ClassVar[bool] = True
+
+    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        return LossTerms({"nll": -logprobs}, {"token_accuracy": batch.extra["hits"]} if "hits" in batch.extra else {})
+
+
+class ProcessReward(TokenMean):
+    """A process reward model: a binary cross-entropy at the end of each step of a solution (arXiv 2305.20050).
+
+    The trained tokens are the last ones of the steps; `extra["labels"]` [T] is 1 where a step is right, 0 where not.
+    """
+
+    logs_entropy: ClassVar[bool] = False
+
+    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        labels = batch.extra["labels"]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logprobs, labels, reduction="none")
+        right = ((logprobs.detach() > 0) == (labels > 0.5)).float()
+        return LossTerms({"process": loss}, {"preference/accuracy": right})
+
+
+class Values(TokenMean):
+    """What a critic minimises: the value loss of an algorithm (`PPO.value_loss`)."""
+
+    logs_entropy: ClassVar[bool] = False
+
+    def __init__(self, algorithm: Any) -> None:
+        self._algorithm = algorithm
+
+    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        loss, metrics = self._algorithm.value_loss(batch, logprobs)
+        return LossTerms({"value": loss}, metrics)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns) over the trained tokens; 0 where the returns are all equal."""
+    inside = mask.bool()
+    target, error = returns[inside].double(), (returns - values)[inside].double()
+    if len(target) < 2 or bool(target.max() == target.min()):
+        return 0.0
+    return float(1 - error.var() / target.var())

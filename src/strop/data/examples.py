@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,12 +55,14 @@ class ExampleRow:
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """What `ExampleDataset.check` saw. rows: looked at. of: there are. overlong: to be skipped. longest: in tokens."""
+    """What `ExampleDataset.check` saw. rows: looked at. of: there are. overlong: to be skipped. longest: in tokens.
+    unknown_at: where the first example is that holds characters the tokenizer does not know; empty if none does."""
 
     rows: int
     of: int
     overlong: int
     longest: int
+    unknown_at: str = ""
 
 
 class ExampleDataset:
@@ -95,7 +98,8 @@ class ExampleDataset:
         self._prompts: PromptDataset | None = None
         self._needs(data)
         if data.prompt_template is not None or source.mapping.prompt in source.columns:
-            self._prompts = PromptDataset(source, data, tokenizer, longest)
+            # A prompt may be as long as it likes here: it is the whole example that must fit.
+            self._prompts = PromptDataset(source, data, tokenizer, sys.maxsize)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -113,7 +117,7 @@ class ExampleDataset:
             examples = (self._taught(i, row, where),)
         elif method == "kto":
             examples = (self._answered(i, self._get(row, self._columns.completion, where), where),)
-            worth = (float(bool(self._get(row, self._columns.label, where))),)
+            worth = (_truth(self._get(row, self._columns.label, where), where),)
         elif method == "process_reward":
             examples = (self._stepwise(i, row, where),)
         elif self._columns.ranked is not None:
@@ -126,12 +130,7 @@ class ExampleDataset:
             examples = tuple(_scored_at_the_end(example) for example in examples)
         for example in examples:
             if len(example.tokens) > self.longest:
-                raise OverlongPrompt(
-                    f"the example has {len(example.tokens):,} tokens, and at most {self.longest:,} fit",
-                    where=where,
-                    mend="Shorten it, raise supervised.max_tokens if the model's context allows it, "
-                    "or set data.overlong_prompts: skip.",
-                )
+                raise self._too_long(len(example.tokens), where)
         return ExampleRow(f"row-{i:06d}", examples, worth)
 
     def check(self) -> CheckedRows:
@@ -142,17 +141,21 @@ class ExampleDataset:
         """
         rows = min(len(self), CHECK_FIRST_ROWS)
         longest = overlong = 0
+        unknown, unknown_at = self._renderer.unknown_token(), ""
         problem: OverlongPrompt | None = None
         for i in range(rows):
             try:
-                longest = max(longest, *(len(example.tokens) for example in self[i].examples))
+                examples = self[i].examples
+                longest = max(longest, *(len(example.tokens) for example in examples))
+                if not unknown_at and any(unknown in example.tokens for example in examples):
+                    unknown_at = self.source.location(i)
             except OverlongPrompt as error:
                 if not self.skips_overlong:
                     raise
                 overlong, problem = overlong + 1, error
         if problem is not None and overlong == rows:
             raise problem
-        return CheckedRows(rows, len(self), overlong, longest)
+        return CheckedRows(rows, len(self), overlong, longest, unknown_at)
 
     # What the methods learn from.
 
@@ -200,7 +203,7 @@ class ExampleDataset:
             tokens += self._plain(f"{step}\n")
             ends.append(len(tokens) - 1)
         mask, labels = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=np.float32)
-        mask[ends], labels[ends] = True, [float(bool(label)) for label in right]
+        mask[ends], labels[ends] = True, [_truth(label, where) for label in right]
         return Example(np.asarray(tokens, dtype=np.int64), mask, labels)
 
     def _margin(self, row: dict[str, Any], where: str) -> float:
@@ -299,6 +302,14 @@ class ExampleDataset:
             )
         return self._prompts.prompt(i)
 
+    def _too_long(self, tokens: int, where: str) -> OverlongPrompt:
+        return OverlongPrompt(
+            f"the example has {tokens:,} tokens, and at most {self.longest:,} fit",
+            where=where,
+            mend="Shorten it, raise supervised.max_tokens if the model's context allows it, "
+            "or set data.overlong_prompts: skip.",
+        )
+
     def _get(self, row: dict[str, Any], name: str, where: str) -> Any:
         value = row.get(name)
         if value is None:
@@ -331,6 +342,13 @@ class ExampleDataset:
                     where=self.source.describe(),
                     mend=nearest(name, has) or "Name the columns in supervised.columns and data.train.columns.",
                 )
+
+
+def _truth(value: Any, where: str) -> float:
+    """1 or 0; a text such as "false" would be true, as every text is."""
+    if isinstance(value, str) or value not in (0, 1):
+        raise DataError(f"a label is {value!r}, neither true nor false", where=where, mend="Write true or false.")
+    return float(value)
 
 
 def _scored_at_the_end(example: Example) -> Example:

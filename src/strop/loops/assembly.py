@@ -61,7 +61,7 @@ def load_roles(prepared: Prepared | PreparedExamples, *, scalar: bool = False) -
     loaded = load_model(config.model, device=hardware.device, dtype=hardware.dtype, seed=config.run.seed)
     check_forward(loaded.model, vocabulary=int(loaded.model.get_output_embeddings().weight.shape[0]))
     if scalar:
-        loaded = replace(loaded, model=with_scalar_head(loaded.model))
+        loaded = replace(loaded, model=with_scalar_head(loaded.model, pad_id=loaded.pad_id))
     model: Any = loaded.model
     if config.model.lora is not None:
         model = add_lora(loaded.model, config.model.lora, config.run.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,37 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.base import LossTerms
 from strop.algorithms.batch import TokenBatch
+from strop.algorithms.supervised import Values, explained_variance
 from strop.config.model import ModelSettings
 from strop.errors import ModelError
 from strop.loops.assembly import Roles
 from strop.loops.prepare import Prepared
 from strop.models.folder import is_scalar_folder
-from strop.models.load import load_model, resolve_model
+from strop.models.load import load_model, load_scalar_model, resolve_model
 from strop.models.scalar import with_scalar_head
-from strop.models.scoring import ScoringModel
 from strop.training.single import SingleDeviceTrainer
-
-
-class ValueObjective:
-    """What a critic minimises: the value loss of an algorithm, averaged over the tokens of the mini-batch."""
-
-    needs_entropy = False
-    logs_entropy = False
-
-    def __init__(self, algorithm: Any) -> None:
-        self._algorithm = algorithm
-
-    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
-        loss, metrics = self._algorithm.value_loss(batch, logprobs)
-        return LossTerms({"value": loss}, metrics)
-
-    def denominators(self, batch: TokenBatch) -> Mapping[str, float]:
-        return {"": float(max(1, int(batch.loss_mask.sum())))}
-
-    def reduce(self, per_token: Tensor, batch: TokenBatch, denominator: float) -> Tensor:
-        return per_token.masked_fill(~batch.loss_mask, 0.0).sum() / denominator
 
 
 class Critic:
@@ -51,7 +29,7 @@ class Critic:
         config = prepared.config
         training = config.training
         model.requires_grad_(True)
-        self.objective = ValueObjective(prepared.algorithm)
+        self.objective = Values(prepared.algorithm)
         self.trainer = SingleDeviceTrainer(
             model,
             config.critic.optimizer,
@@ -90,15 +68,6 @@ class Critic:
         self.trainer.load(directory, state)
 
 
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the trained tokens; 0 where the returns are all equal."""
-    inside = mask.bool()
-    target, error = returns[inside].double(), (returns - values)[inside].double()
-    if len(target) < 2 or bool(target.max() == target.min()):
-        return 0.0
-    return float(1 - error.var() / target.var())
-
-
 def make_critic(prepared: Prepared, roles: Roles) -> Critic | None:
     """The critic of a recipe, as it is before its first update; None where the algorithm needs none.
 
@@ -112,7 +81,7 @@ def make_critic(prepared: Prepared, roles: Roles) -> Critic | None:
     if path is None and config.model.lora is None:
         return Critic(with_scalar_head(copy.deepcopy(roles.model)), prepared, roles)
     if path is not None and is_scalar_folder(resolve_model(path)):
-        model: Any = ScoringModel.load(resolve_model(path), device=str(hardware.device))._model.to(hardware.dtype)
+        model: Any = load_scalar_model(resolve_model(path), device=hardware.device, dtype=hardware.dtype)
     else:
         settings = config.model.model_copy(update={"lora": None}) if path is None else ModelSettings(path=path)
         loaded = load_model(settings, device=hardware.device, dtype=hardware.dtype, seed=config.run.seed)

@@ -128,6 +128,7 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
     prepared = prepare(config)
     from strop.loops import assembly
 
+    prepared.scorer.load()
     roles = assembly.load_roles(prepared)
     engine = assembly.make_engine(prepared, roles)
     assert prepared.held_out is not None

@@ -40,6 +40,13 @@ def prepare(config: Config) -> Prepared:
     Raises:
         UserError: something is missing or does not fit; the error says what, where and how to mend it.
     """
+    if config.rewards is None:
+        raise UserError(
+            "this recipe learns from examples, and nothing in it says what a sampled completion is worth",
+            where="rewards",
+            mend="its scores on held-out examples are in `strop runs show`; to score completions, use a recipe with "
+            "`rewards` and name the run with --model",
+        )
     _check_reference(config)
     check_idle(config)
 

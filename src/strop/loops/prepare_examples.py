@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
 from strop.config.supervised import ExampleColumns, SupervisedSettings
-from strop.errors import ConfigError, UserError
+from strop.errors import ConfigError, DataError, UserError
 from strop.loops.idle import check_idle, check_optimizers
 
 if TYPE_CHECKING:
@@ -92,6 +92,13 @@ def prepare_examples(config: Config) -> PreparedExamples:
         for key, source in sources.items()
     }
     checked = {key: dataset.check() for key, dataset in datasets.items()}
+    for key, found in checked.items():
+        if config.model.create is not None and found.unknown_at:
+            raise DataError(
+                "an example holds characters that the new model's alphabet lacks",
+                where=f"{key}: {found.unknown_at}",
+                mend="add them to model.create.characters",
+            )
 
     from strop.planning.hardware import choose_hardware
 
@@ -114,12 +121,16 @@ def prepare_examples(config: Config) -> PreparedExamples:
 def make_objective(settings: SupervisedSettings) -> Objective:
     """The objective that a `supervised:` section names, with its choices."""
     from strop.algorithms.paired import OBJECTIVES
-    from strop.algorithms.supervised import CrossEntropy
 
-    if settings.method == "sft":
-        return CrossEntropy()
-    made: Any = OBJECTIVES[settings.method](**_choices(settings))
-    return made  # type: ignore[no-any-return]
+    made: Objective = OBJECTIVES[settings.method](**_choices(settings))
+    return made
+
+
+def listed_objective(settings: SupervisedSettings) -> str:
+    """The method of a `supervised:` section and every choice it makes, in one line."""
+    objective = make_objective(settings)
+    choices = sorted(_fields(type(objective)) & set(_CHOICES))
+    return ", ".join([f"method: {settings.method}", *(f"{name}: {getattr(objective, name)}" for name in choices)])
 
 
 def _choices(settings: SupervisedSettings) -> dict[str, Any]:
@@ -129,11 +140,10 @@ def _choices(settings: SupervisedSettings) -> dict[str, Any]:
 def _idle_choices(settings: SupervisedSettings) -> Iterator[UserError]:
     from strop.algorithms.paired import OBJECTIVES
 
-    kind = OBJECTIVES.get(settings.method)
-    has = {field.name for field in fields(kind)} if kind is not None else set()
+    has = _fields(OBJECTIVES[settings.method])
     for name in _choices(settings):
         if name not in has:
-            others = [other for other, made in OBJECTIVES.items() if name in {field.name for field in fields(made)}]
+            others = [other for other, kind in OBJECTIVES.items() if name in _fields(kind)]
             yield UserError(
                 f"`supervised.{name}` has no effect with {settings.method}",
                 where=f"supervised.{name}",
@@ -153,8 +163,15 @@ def _idle_choices(settings: SupervisedSettings) -> Iterator[UserError]:
         )
 
 
+def _fields(kind: Any) -> set[str]:
+    return {field.name for field in fields(kind)} if is_dataclass(kind) else set()
+
+
 def _idle_columns(settings: SupervisedSettings) -> Iterator[UserError]:
     read = _COLUMNS.get(settings.method, _PAIRS)
+    if "ranked" in read and settings.columns.ranked is not None:
+        # A ranking has everything in it.
+        read = {"ranked"}
     default = ExampleColumns()
     for name in ExampleColumns.model_fields:
         if name not in read and getattr(settings.columns, name) != getattr(default, name):

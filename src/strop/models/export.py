@@ -6,16 +6,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from strop.config.model import ModelSettings
 from strop.errors import ModelError, RunFailure, UserError
-from strop.models.folder import read_json
-from strop.models.global_state import quiet
-from strop.models.load import load_model, load_tokenizer, resolve_model
+from strop.models.folder import is_scalar_folder, read_json
+from strop.models.load import load_model, load_scalar_model, load_tokenizer, resolve_model
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Dtype = Literal["float32", "bfloat16"]
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -57,29 +56,16 @@ def export_model(model: str, out: str | Path, *, adapter: bool = False, dtype: D
 def _write_merged(folder: Path, target: Path, dtype: Dtype | None) -> None:
     import torch
 
-    from strop.models.folder import is_scalar_folder
     from strop.models.save import save_model
 
     chosen = getattr(torch, dtype or _dtype_of(folder))
     if is_scalar_folder(folder):
-        model, tokenizer = _load_scalar(folder, chosen), load_tokenizer(folder)
+        model, tokenizer = load_scalar_model(folder, device="cpu", dtype=chosen), load_tokenizer(folder)
     else:
         loaded = load_model(ModelSettings(path=str(folder)), device="cpu", dtype=chosen, seed=0)
         model, tokenizer = loaded.model, loaded.tokenizer
     with _placed(target) as temporary:
         save_model(model, tokenizer, temporary)
-
-
-def _load_scalar(folder: Path, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForSequenceClassification
-
-    try:
-        with quiet():
-            return AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(
-            f"the model cannot be loaded: {error}", where=str(folder), mend="name another checkpoint's folder"
-        ) from error
 
 
 def _write_adapter(source: Path, folder: Path, dtype: Dtype | None) -> None:
@@ -100,7 +86,6 @@ def _write_adapter(source: Path, folder: Path, dtype: Dtype | None) -> None:
 
 
 def _adapter_inside(folder: Path) -> Path:
-    from strop.models.folder import is_scalar_folder
 
     adapter = folder / "adapter"
     if is_scalar_folder(folder):

@@ -219,10 +219,11 @@ def _check_scalar(config: dict[str, Any], folder: Path) -> None:
             where=str(folder / "config.json"),
             mend="train a reward model with supervised.method: reward_model, and name its run",
         )
-    labels = config.get("id2label") or {}
-    if len(labels) not in (0, 1):
+    # transformers leaves the names out where there are two labels, which is what it takes when nothing is said.
+    labels = len(config.get("id2label") or (0, 1))
+    if labels != 1:
         raise ModelError(
-            f"the model has {len(labels)} labels, and a reward is one number",
+            f"the model has {labels} labels, and a reward is one number",
             where=str(folder / "config.json"),
             mend="use a model that was trained with num_labels = 1",
         )

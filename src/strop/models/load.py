@@ -333,11 +333,24 @@ def _check_targets(model: PreTrainedModel, targets: list[str] | str) -> None:
             )
 
 
-def _read(folder: Path, dtype: torch.dtype, trust_remote_code: bool, attn_implementation: str | None) -> Any:
-    from transformers import AutoModelForCausalLM
+def load_scalar_model(folder: Path, *, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a model with a scalar head, in eval mode.
+
+    Raises:
+        ModelError: it is not one (`check_model_folder` says what it is), or lacks some of its weights.
+    """
+    check_model_folder(folder, scalar=True)
+    model: Any = _read(folder, dtype, False, None, scalar=True)
+    return model.eval().to(device)  # type: ignore[no-any-return]
+
+
+def _read(
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool, attn_implementation: str | None, *, scalar: bool = False
+) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    loader: Any = AutoModelForCausalLM
+    loader: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     try:
         with quiet():
             model, report = loader.from_pretrained(

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def with_scalar_head(causal: PreTrainedModel) -> PreTrainedModel:
+def with_scalar_head(causal: PreTrainedModel, *, pad_id: int | None = None) -> PreTrainedModel:
     """A `...ForSequenceClassification` with one label on the backbone of a causal model, which is moved, not copied.
 
     The head is all zeros, so that the first score of everything is 0 and no seed is needed: it learns first, and the
     backbone from the second update on.
+
+    Args:
+        pad_id: written to the configuration where it names none: transformers' own forward finds the last token of a
+            row by the padding after it.
 
     Raises:
         ModelError: transformers has no such class for the architecture.
@@ -49,9 +53,8 @@ def with_scalar_head(causal: PreTrainedModel) -> PreTrainedModel:
     for weight in score.parameters():
         nn.init.zeros_(weight)
     model.score = score.to(device=parameter.device, dtype=parameter.dtype)
-    # transformers' own forward looks for the padding to find the last token of a row.
     if model.config.pad_token_id is None:
-        model.config.pad_token_id = causal.generation_config.pad_token_id if causal.generation_config else None
+        model.config.pad_token_id = pad_id
     return model.train(causal.training)  # type: ignore[no-any-return]
 
 

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from strop.errors import ModelError
 from strop.models.attention import check_supported, running
-from strop.models.folder import check_model_folder
 from strop.models.forward import packed_hidden, packed_inputs
-from strop.models.global_state import quiet
 from strop.models.layout import pack
-from strop.models.load import load_tokenizer
+from strop.models.load import load_scalar_model, load_tokenizer
 from strop.models.scalar import packed_scores
 
 BUDGET = 8192
@@ -44,20 +41,12 @@ class ScoringModel:
         Raises:
             ModelError: it cannot be loaded, or gives not one score but labels or text.
         """
-        from transformers import AutoModelForSequenceClassification
-
-        check_model_folder(folder, scalar=True)
         if device == "auto":
             device = next((d for d in ("cuda", "mps") if getattr(torch, d).is_available()), "cpu")
-        loader: Any = AutoModelForSequenceClassification
-        try:
-            with quiet():
-                model = loader.from_pretrained(folder, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ModelError(f"the reward model cannot be loaded: {first}", where=str(folder)) from error
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model = load_scalar_model(folder, device=device, dtype=dtype)
         check_supported(model)
-        return cls(model.eval().to(device), load_tokenizer(folder), render=render)
+        return cls(model, load_tokenizer(folder), render=render)
 
     def score(self, texts: Sequence[tuple[Any, str, bool]]) -> list[float]:
         """One number for each (prompt, completion, whether the completion ended by itself), in order.

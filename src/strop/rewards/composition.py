@@ -59,6 +59,12 @@ class CompositeScorer:
             combine(dict(zip(names, verdicts, strict=True)), self.settings) for verdicts in zip(*answers, strict=True)
         ]
 
+    def load(self) -> None:
+        """Let verifiers read what they need: in a timed call, reading a large model would count as a verifier's."""
+        for verifier in self.verifiers:
+            if hasattr(verifier, "load"):
+                verifier.load()
+
     async def close(self) -> None:
         """Nothing to give back: a thread ends with its call, and an abandoned one with the process."""
 

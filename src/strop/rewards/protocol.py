@@ -60,7 +60,8 @@ class Verifier(Protocol):
     """Scores a batch of completions; one verdict each, in order.
 
     `verify` is called from several threads at once. An exception in it is a verifier error of every completion of the
-    call; a `StropError` stops the run.
+    call; a `StropError` stops the run. It may have `load()`, which is called once before the first step and is not
+    timed.
     """
 
     name: str
@@ -70,6 +71,10 @@ class Verifier(Protocol):
 
 class Scorer(Protocol):
     """All verifiers of a run together, asynchronous, with time-outs and retries."""
+
+    def load(self) -> None:
+        """Let verifiers read what they need, before the first step."""
+        ...
 
     async def score(self, completed: Sequence[Completed]) -> list[Reward]: ...
 

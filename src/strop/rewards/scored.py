@@ -13,7 +13,7 @@ from strop.rewards.protocol import Completed, Verdict
 
 
 class RewardModel:
-    """The score of a reward model, batched; the model is loaded with the first call and used by one thread at a time.
+    """The score of a reward model, batched, by one thread at a time.
 
     Args:
         settings: which model, and how it reads prompts.
@@ -30,8 +30,8 @@ class RewardModel:
         self._lock = threading.Lock()
         check_model_folder(self._folder, scalar=True)
 
-    def verify(self, completed: Sequence[Completed]) -> list[Verdict]:
-        """One verdict for each completion."""
+    def load(self) -> None:
+        """Read the model into memory, unless it is there."""
         with self._lock:
             if self._model is None:
                 from strop.models.scoring import ScoringModel
@@ -39,5 +39,10 @@ class RewardModel:
                 self._model = ScoringModel.load(
                     self._folder, render=self._settings.render, device=self._settings.device
                 )
+
+    def verify(self, completed: Sequence[Completed]) -> list[Verdict]:
+        """One verdict for each completion."""
+        self.load()
+        with self._lock:
             scores = self._model.score([(one.prompt, one.completion, one.finish == "stop") for one in completed])
         return [Verdict(float(score)) for score in scores]

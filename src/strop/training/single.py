@@ -217,16 +217,17 @@ class SingleDeviceTrainer:
         hits = None
         if getattr(objective, "needs_hits", False):
             hits = torch.zeros(len(micro.trained), device=self.device)
-        values, spread = self._forward(self.model, micro, _entropy_of(objective), hits)
+        wanted = _entropy_of(objective)
+        values, spread = self._forward(self.model, micro, wanted, hits)
         if hits is not None:
             micro.batch.extra["hits"] = micro.scatter(hits)
-        entropy = micro.scatter(spread)
+        entropy = micro.scatter(spread) if wanted != "none" else None
         found = objective.loss(micro.batch, micro.scatter(values), entropy)
         terms = {
             name: objective.reduce(term, micro.batch, denominators.get(name, denominators[""]))
             for name, term in found.terms.items()
         }
-        return values, found, terms, entropy if _entropy_of(objective) != "none" else None
+        return values, found, terms, entropy
 
     def _places(self, batch: TokenBatch, sequences: Tensor) -> Tensor:
         """Flat places of the trained tokens of some sequences, in order."""
