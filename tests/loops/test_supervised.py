@@ -20,7 +20,7 @@ from strop.cli import app
 from strop.config.loading import load_config
 from strop.config.training import OptimizerSettings
 from strop.data.examples import Example, ExampleRow
-from strop.errors import ConfigError, UserError
+from strop.errors import ConfigError, DataError, UserError
 from strop.loops.supervised import open_supervised_run
 from strop.loops.supervised_run import batch_of, mismatched
 from strop.training.batching import micro_batches
@@ -102,7 +102,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(method: str) -> None:
 @pytest.mark.parametrize("method", ["dpo", "cdpo", "robust_dpo"])
 async def test_the_first_loss_is_log_two(method: str) -> None:
     async with open_supervised_run(config_of(method, label_smoothing=None)) as run:
-        run.begin()
+        await run.begin()
         stats = run.update(run.next_batch())
         expected = math.log(2)
         assert stats["loss"] == pytest.approx(expected, abs=1e-6)
@@ -265,6 +265,7 @@ def test_mismatched_completions_belong_to_the_next_prompt() -> None:
         ("dpo", ["supervised.centre=0.1"], "`supervised.centre` has no effect with dpo"),
         ("cdpo", ["supervised.label_smoothing=0.6"], "below 0.5"),
         ("kto", ["supervised.batch_size=1"], "a batch of one has none"),
+        ("reward_model", ["supervised.columns={ranked: r, chosen: c}"], "`supervised.columns.chosen` has no effect"),
         ("dpo", ["supervised.columns.label=good"], "`supervised.columns.label` has no effect with dpo"),
         ("sft", ["rollout.group_size=4"], "`rollout` has no effect with `supervised`"),
         ("sft", ["training.epochs=2"], "`training.epochs` has no effect with `supervised`"),
@@ -306,3 +307,26 @@ def test_the_command_shows_losses(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["runs", "show", "runs/run"])
     assert shown.exit_code == 0, shown.output
     assert "perplexity" in shown.stdout
+
+
+def test_commands_of_reinforcement_learning_say_so() -> None:
+    from strop.config.loading import resolved_yaml
+
+    Path("recipe.yaml").write_text(resolved_yaml(config_of("dpo", beta=0.3)))
+    scored = CliRunner().invoke(app, ["eval", "recipe.yaml"])
+    assert scored.exit_code == 2
+    assert "learns from examples" in scored.stderr
+    assert "--model" in scored.stderr
+    shown = CliRunner().invoke(app, ["config", "show", "recipe.yaml"])
+    assert shown.exit_code == 0, shown.output
+    assert (
+        "# the objective that results: method: dpo, beta: 0.3, length_normalised: False, nll_coef: 0.0" in shown.stdout
+    )
+
+
+def test_characters_that_a_new_model_lacks_are_named() -> None:
+    rows = [*rows_of(range(1)), {**rows_of(range(1))[0], "answer": "x"}]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="alphabet lacks") as caught:
+        strop.train(config_of("sft"))
+    assert "train.jsonl:11" in caught.value.where

@@ -7,36 +7,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from strop.algorithms.batch import TokenBatch
-from strop.config import Config
 from strop.data.prompts import PromptStream
 from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
 from strop.loops.algorithm import demands_of
+from strop.loops.base_run import GIB, BaseRun
 from strop.loops.critic import Critic, make_critic
 from strop.loops.evaluate import evaluate, evaluation_settings
-from strop.loops.folder import OpenedFolder, close_after, open_folder
+from strop.loops.folder import OpenedFolder
 from strop.loops.prepare import Prepared
-from strop.loops.randomness import random_state, restore_random, set_seed
 from strop.loops.step_record import PromptTexts, episode_records, rollout_metrics, sample_of
 from strop.loops.teacher import Teacher, load_teacher
 from strop.loops.warmup import warmup_steps
-from strop.models.save import save_model
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
-from strop.tracking.display import Display, StepView, Summary, make_display
+from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import write_episodes
-from strop.tracking.metrics import MetricsWriter
 from strop.tracking.system import memory_bytes
-from strop.training.checkpoint import save_checkpoint
-
-GIB = 1 << 30
 
 
-class Run:
+class Run(BaseRun):
     """One run of reinforcement learning. `Run.open` makes it; the loop in `loops/online.py` calls its verbs in turn.
 
     step: steps that are done, which is also the version of the weights. before, after: held-out scores.
@@ -50,81 +42,28 @@ class Run:
         display: Display,
         teacher: Teacher | None = None,
     ) -> None:
-        self.config: Config = prepared.config
-        self.step = 0
-        self.before: dict[str, float] = {}
-        self.after: dict[str, float] = {}
-        self.prepared = prepared
-        self.roles = roles
-        self.display = display
-        self.directory = opened.directory
-        self.metrics: MetricsWriter = opened.metrics
+        super().__init__(prepared, roles, opened, display)
         self.engine = assembly.make_engine(prepared, roles)
         self.publisher = assembly.make_publisher(roles, self.engine)
         self.algorithm = prepared.algorithm
         self.teacher = teacher
+        self.critic: Critic | None = None
         self._demands = demands_of(prepared.algorithm)
         self.stream: PromptStream = assembly.make_stream(prepared)
         self.collector = assembly.make_collector(
             prepared, roles, self.engine, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
-        self.trainer: Any = None
-        self.critic: Critic | None = None
         self._texts = PromptTexts(prepared.train)
         self._trained: list[tuple[Episode, TokenStream]] = []
         self._left_out: list[Episode] = []
         self._batch_metrics: dict[str, float] = {}
-        self._times: dict[str, float] = {}
-        self._tokens = {"sampled": 0, "trained": 0}
-        self._started = time.perf_counter()
-        self._saved_at: int | None = None
-        self._evaluated_at: int | None = None
-        self._resumed = opened.checkpoint is not None
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self.directory.path
-
-    @classmethod
-    async def open(cls, prepared: Prepared, *, fresh: bool, recipe: str | None) -> Run:
-        """Load, and go to where the run had stopped.
-
-        Raises:
-            UserError: the run cannot be gone on with; nothing was written.
-        """
-        config = prepared.config
-        torch.set_num_threads(prepared.hardware.threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        set_seed(config.run.seed)
-        display = make_display(config.tracking)
-        try:
-            roles = assembly.load_roles(prepared)
-            teacher = load_teacher(prepared, roles)
-            opened = open_folder(prepared, roles, display, fresh=fresh, recipe=recipe)
-        except BaseException:
-            display.close()
-            raise
-        try:
-            run = cls(prepared, roles, opened, display, teacher)
-            await run._restore(opened)
-            run._show_start(opened)
-            return run
-        except BaseException as error:
-            display.close()
-            opened.close(error)
-            raise
 
     # The verbs of the loop, in the order in which it calls them.
 
     async def begin(self) -> None:
         """Warm up and score the model, unless the run has gone past that."""
         if self._resumed:
-            if self.step >= self.config.run.steps:
-                self.display.message(
-                    f"all {self.step} steps of this run are done; raise run.steps to go on with it, or start a new run "
-                    "with --fresh"
-                )
+            self._say_if_done()
             return
         if self.config.warmup is not None:
             self._warm_up()
@@ -137,7 +76,7 @@ class Run:
 
     async def collect(self) -> list[Group]:
         """The next window: sampled, scored, in order of admission."""
-        self._phase("sampling")
+        self.display.phase("sampling")
         started = time.perf_counter()
         groups = await self.collector.next_window(self.step)
         ended = time.perf_counter()
@@ -154,7 +93,7 @@ class Run:
         Raises:
             RunFailure: too many episodes could not be verified, or none was left.
         """
-        self._phase("scoring")
+        self.display.phase("scoring")
         started = time.perf_counter()
         collector = self.collector
         episodes = [e for group in [*groups, *collector.discarded] for e in group.episodes]
@@ -175,7 +114,7 @@ class Run:
 
     def update(self, batch: TokenBatch) -> dict[str, float]:
         """All updates of this step; returns metrics."""
-        self._phase("training")
+        self.display.phase("training")
         started = time.perf_counter()
         stats: dict[str, float] = {}
         if self.critic is None or self.step >= self.config.critic.warmup_steps:
@@ -225,80 +164,20 @@ class Run:
         self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
         return metrics
 
-    async def evaluate_and_save_if_due(self) -> None:
-        """Evaluate and write a checkpoint at the intervals that the recipe names, and after the last step."""
-        last = self.step >= self.config.run.steps
-        every = self.config.evaluation.every
-        if last or (every and self.step % every == 0):
-            await self.evaluate()
-        if last or self.step % self.config.checkpoint.every == 0:
-            self.save()
-
-    async def evaluate(self) -> dict[str, float]:
-        """Score held-out prompts with the weights as they are; empty without `data.eval`."""
-        if self.prepared.held_out is None:
-            return {}
-        self._phase("evaluating")
-        scores, episodes = await evaluate(
-            self.engine,
-            self.prepared.scorer,
-            self.roles.tokenizer,
-            self.prepared.held_out,
-            evaluation_settings(self.config),
-            prompts=self.config.evaluation.prompts,
-            samples=self.config.evaluation.samples,
-            progress=lambda done, total: self.display.progress("evaluating", done, total),
-        )
-        rewards = [reward_of(e) for e in episodes]
-        check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards)
-        self.after = scores.metrics()
-        if not self.before:
-            self.before = dict(self.after)
-        self._evaluated_at = self.step
-        self.metrics.log(self.step, {f"eval/{name}": value for name, value in self.after.items()}, kind="eval")
-        self.display.evaluation(self.step, self.after)
-        self.directory.update(scores={"before": self.before, "after": self.after})
-        return self.after
-
-    def save(self) -> Path:
-        """Write a checkpoint of this step."""
-        if self._saved_at == self.step:
-            return self.directory.checkpoints_folder / f"step-{self.step:06d}"
-        self._phase("saving")
-        started = time.perf_counter()
-        folder = save_checkpoint(
-            self.directory.checkpoints_folder, self.step, self._write, keep=self.config.checkpoint.keep
-        )
-        self._saved_at = self.step
-        self._times["time/checkpoint"] = time.perf_counter() - started
-        return folder
-
-    async def finish(self) -> Path:
-        """Save, say how it ended; returns the folder of the trained model."""
-        if self._evaluated_at is None and self.prepared.held_out is not None and not self.after:
-            await self.evaluate()
-        model = self.save() / "model"
-        self.display.finish(self._summary(model))
-        return model
-
     async def close(self, error: BaseException | None) -> None:
         """Give back everything; the run's manifest notes how it ended."""
         self.display.close()
         await self.collector.close()
         await self.engine.close()
         await self.prepared.scorer.close()
-        self.metrics.close()
-        if error is None:
-            self.directory.close("finished" if self.step >= self.config.run.steps else "interrupted")
-        else:
-            close_after(self.directory, error)
+        await super().close(error)
 
     # What the verbs stand on.
 
     def _warm_up(self) -> None:
         assert self.config.warmup is not None
         settings = self.config.warmup
-        self._phase("warming up")
+        self.display.phase("warming up")
         trainer = assembly.make_trainer(
             self.prepared, self.roles, settings.optimizer, total_updates=settings.steps, reinforcement=False
         )
@@ -318,37 +197,49 @@ class Run:
         )
         self.critic = make_critic(self.prepared, self.roles)
 
-    async def _restore(self, opened: OpenedFolder) -> None:
-        if opened.checkpoint is None:
-            return
-        state = opened.state
-        self.step = int(state["step"])
-        self._saved_at = self.step
-        self.before, self.after = dict(state["before"]), dict(state["after"])
-        self._tokens = dict(state["tokens"])
+    @classmethod
+    def _load(cls, prepared: Prepared) -> tuple[assembly.Roles, dict[str, Any]]:
+        prepared.scorer.load()
+        roles = assembly.load_roles(prepared)
+        return roles, {"teacher": load_teacher(prepared, roles)}
+
+    async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
         self.stream.load(state["prompts"])
         self.collector.admission.started = int(state["started_groups"])
         assembly.restore_reference(self.folder, self.roles)
         self._make_trainer()
-        self.trainer.load(opened.checkpoint / "state", state["trainer"])
+        self.trainer.load(checkpoint / "state", state["trainer"])
         if self.critic is not None:
-            self.critic.load(opened.checkpoint / "state" / "critic", state["critic"])
-        restore_random(state["random"])
+            self.critic.load(checkpoint / "state" / "critic", state["critic"])
         await self.publish()
 
-    def _write(self, folder: Path) -> dict[str, Any]:
-        save_model(self.roles.model, self.roles.tokenizer, folder / "model")
+    def _state(self, folder: Path) -> dict[str, Any]:
         return {
-            "step": self.step,
-            "before": self.before,
-            "after": self.after,
-            "tokens": self._tokens,
             "prompts": self.stream.state(),
             "started_groups": self.collector.admission.started,
             "trainer": self.trainer.save(folder / "state"),
             "critic": None if self.critic is None else self.critic.save(folder / "state" / "critic"),
-            "random": random_state(),
         }
+
+    async def _score_held_out(self) -> dict[str, float]:
+        scores, episodes = await evaluate(
+            self.engine,
+            self.prepared.scorer,
+            self.roles.tokenizer,
+            self.prepared.held_out,
+            evaluation_settings(self.config),
+            prompts=self.config.evaluation.prompts,
+            samples=self.config.evaluation.samples,
+            progress=lambda done, total: self.display.progress("evaluating", done, total),
+        )
+        rewards = [reward_of(e) for e in episodes]
+        check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards)
+        return scores.metrics()
+
+    def _about(self) -> dict[str, str]:
+        rollout = self.config.rollout
+        sizes = f"{rollout.groups_per_step} prompts x {rollout.group_size} completions a step"
+        return {"algorithm": f"{self.algorithm.name}, {sizes}"}
 
     def _check_staleness(self, batch: TokenBatch) -> None:
         age = self.step - batch.versions[batch.versions >= 0]
@@ -359,61 +250,3 @@ class Run:
                 "allowed",
                 mend="this is a fault of strop; please report it",
             )
-
-    def _phase(self, name: str) -> None:
-        self.display.phase(name)
-
-    def _show_start(self, opened: OpenedFolder) -> None:
-        config = self.config
-        facts = model_facts(
-            self.roles,
-            self.prepared,
-            self.folder,
-            algorithm=f"{self.algorithm.name}, {config.rollout.groups_per_step} prompts x "
-            f"{config.rollout.group_size} completions a step",
-        )
-        self.display.start(
-            self.folder.name,
-            config.run.steps,
-            facts,
-            first_step=self.step,
-            before=self.before or None,
-            history=opened.history,
-        )
-
-    def _summary(self, model: Path) -> Summary:
-        return Summary(
-            run=self.folder,
-            steps=self.step,
-            total_steps=self.config.run.steps,
-            seconds=time.perf_counter() - self._started,
-            before=self.before or None,
-            after=self.after or None,
-            tokens_sampled=self._tokens["sampled"],
-            tokens_trained=self._tokens["trained"],
-            model=model,
-            events=self.directory.events_folder if self.config.tracking.tensorboard else None,
-        )
-
-
-def model_facts(roles: assembly.Roles, prepared: Any, folder: Path, **more: str) -> dict[str, Any]:
-    """What a display says of a run when it begins."""
-    facts = {
-        "model": f"{roles.loaded.name} ({_parameters(roles.model)})",
-        "data": prepared.train.source.describe(),
-        **more,
-        "device": prepared.hardware.reasons[0],
-        "sizes": "; ".join(roles.sizes.reasons),
-        "run": str(folder),
-    }
-    return {name: value for name, value in facts.items() if value}
-
-
-def _parameters(model: Any) -> str:
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-    def short(count: int) -> str:
-        return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
-
-    return f"{short(total)} parameters" + ("" if trained == total else f", {short(trained)} trained")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 async def train_supervised(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
     """See `strop.train`."""
     async with open_supervised_run(config, fresh=fresh, recipe=recipe) as run:
-        run.begin()
+        await run.begin()
         while run.step < config.run.steps:
             # Where an interrupt is seen: between steps, never within one.
             await asyncio.sleep(0)
@@ -26,8 +26,8 @@ async def train_supervised(config: Config, *, fresh: bool, recipe: str | None) -
             stats = run.update(batch)
             run.step += 1
             run.record(batch, stats)
-            run.evaluate_and_save_if_due()
-        return TrainingSummary(run.folder, run.finish(), run.step, run.before, run.after)
+            await run.evaluate_and_save_if_due()
+        return TrainingSummary(run.folder, await run.finish(), run.step, run.before, run.after)
 
 
 @asynccontextmanager
@@ -39,11 +39,11 @@ async def open_supervised_run(
     # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
     from strop.loops.supervised_run import SupervisedRun
 
-    run = SupervisedRun.open(prepared, fresh=fresh, recipe=recipe)
+    run = await SupervisedRun.open(prepared, fresh=fresh, recipe=recipe)
     try:
         yield run
     except BaseException as error:
-        run.close(error)
+        await run.close(error)
         raise
     else:
-        run.close(None)
+        await run.close(None)

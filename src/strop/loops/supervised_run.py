@@ -12,28 +12,21 @@ import numpy as np
 import torch
 
 from strop.algorithms.batch import TokenBatch
-from strop.algorithms.paired import Kto
-from strop.config import Config
 from strop.data.examples import Example, ExampleDataset, ExampleRow
 from strop.data.order import Cursor
 from strop.data.prompts import OverlongPrompt, PromptStream
 from strop.loops.assembly import Roles, load_roles
-from strop.loops.folder import OpenedFolder, close_after, open_folder
+from strop.loops.base_run import GIB, BaseRun
+from strop.loops.folder import OpenedFolder
 from strop.loops.prepare_examples import PreparedExamples
-from strop.loops.randomness import random_state, restore_random, set_seed
-from strop.loops.run import model_facts
-from strop.models.save import save_model
-from strop.tracking.display import Display, StepView, Summary, make_display
-from strop.tracking.metrics import MetricsWriter
+from strop.tracking.display import Display, StepView
+from strop.tracking.summary import short_path
 from strop.tracking.system import memory_bytes
 from strop.training.batching import token_batch
-from strop.training.checkpoint import save_checkpoint
 from strop.training.single import SingleDeviceTrainer
 
-GIB = 1 << 30
 SCORES = {
     "loss": "loss",
-    "loss/nll": "nll",
     "perplexity": "perplexity",
     "token_accuracy": "token_accuracy",
     "preference/accuracy": "accuracy",
@@ -42,29 +35,18 @@ SCORES = {
 """What an evaluation shows of the metrics, and under which name."""
 
 
-class SupervisedRun:
+class SupervisedRun(BaseRun):
     """One run that learns from examples. `SupervisedRun.open` makes it; the loop in `loops/supervised.py` calls its
-    verbs in turn.
-
-    step: updates that are done. before, after: held-out scores.
+    verbs in turn. step: updates that are done.
     """
 
     def __init__(self, prepared: PreparedExamples, roles: Roles, opened: OpenedFolder, display: Display) -> None:
-        config = prepared.config
+        super().__init__(prepared, roles, opened, display)
+        config = self.config
         assert config.supervised is not None
-        self.config: Config = config
         self.settings = config.supervised
-        self.step = 0
-        self.before: dict[str, float] = {}
-        self.after: dict[str, float] = {}
-        self.prepared = prepared
-        self.roles = roles
-        self.display = display
         self.objective = prepared.objective
-        self.directory = opened.directory
-        self.metrics: MetricsWriter = opened.metrics
-        source = prepared.train.source
-        cursor = Cursor(source, seed=config.run.seed, shuffle=config.data.shuffle)
+        cursor = Cursor(prepared.train.source, seed=config.run.seed, shuffle=config.data.shuffle)
         self.stream: Any = PromptStream(prepared.train, cursor)
         self.trainer = SingleDeviceTrainer(
             roles.model,
@@ -77,56 +59,17 @@ class SupervisedRun:
             head="score" if prepared.scalar else "logprobs",
         )
         self._held_out: TokenBatch | None = None
-        self._tokens = 0
-        self._times: dict[str, float] = {}
-        self._step_started = self._started = time.perf_counter()
-        self._saved_at: int | None = None
-        self._evaluated_at: int | None = None
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder."""
-        return self.directory.path
-
-    @classmethod
-    def open(cls, prepared: PreparedExamples, *, fresh: bool, recipe: str | None) -> SupervisedRun:
-        """Load, and go to where the run had stopped.
-
-        Raises:
-            UserError: the run cannot be gone on with; nothing was written.
-        """
-        torch.set_num_threads(prepared.hardware.threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        set_seed(prepared.config.run.seed)
-        display = make_display(prepared.config.tracking)
-        try:
-            roles = load_roles(prepared, scalar=prepared.scalar)
-            opened = open_folder(prepared, roles, display, fresh=fresh, recipe=recipe)
-        except BaseException:
-            display.close()
-            raise
-        try:
-            run = cls(prepared, roles, opened, display)
-            run._restore(opened)
-            run._show_start(opened)
-            return run
-        except BaseException as error:
-            display.close()
-            opened.close(error)
-            raise
+        self._step_started = 0.0
 
     # The verbs of the loop, in the order in which it calls them.
 
-    def begin(self) -> None:
-        """Score the model before its first update."""
-        if self.step == 0 and self._saved_at is None:
-            self.evaluate()
-            self.save()
-        elif self.step >= self.config.run.steps:
-            self.display.message(
-                f"all {self.step} steps of this run are done; raise run.steps to go on with it, or start a new run "
-                "with --fresh"
-            )
+    async def begin(self) -> None:
+        """Score the model before its first update, unless the run has gone past that."""
+        if self._resumed:
+            self._say_if_done()
+            return
+        await self.evaluate()
+        self.save()
 
     def next_batch(self) -> TokenBatch:
         """The examples of the next step, with what the reference says of them."""
@@ -150,7 +93,7 @@ class SupervisedRun:
         seconds = time.perf_counter() - self._step_started
         tokens = int(batch.input_ids.shape[0])
         trained = int(batch.loss_mask.sum())
-        self._tokens += trained
+        self._tokens["trained"] += trained
         metrics = with_perplexity(stats) | self._times
         metrics |= {
             "tokens/read": float(tokens),
@@ -164,83 +107,13 @@ class SupervisedRun:
         self.display.step(StepView(self.step, self.config.run.steps, metrics))
         return metrics
 
-    def evaluate_and_save_if_due(self) -> None:
-        """Evaluate and write a checkpoint at the intervals that the recipe names, and after the last step."""
-        last = self.step >= self.config.run.steps
-        every = self.config.evaluation.every
-        if last or (every and self.step % every == 0):
-            self.evaluate()
-        if last or self.step % self.config.checkpoint.every == 0:
-            self.save()
-
-    def evaluate(self) -> dict[str, float]:
-        """Loss and scores on the held-out examples with the weights as they are; empty without `data.eval`."""
-        if self.prepared.held_out is None:
-            return {}
-        self.display.phase("evaluating")
-        if self._held_out is None:
-            self._held_out = batch_of(held_out_rows(self.prepared.held_out, self.config.evaluation.prompts))
-        self._fill(self._held_out)
-        found = with_perplexity(self.trainer.evaluate(self._held_out, self.objective))
-        self.after = {shown: found[name] for name, shown in SCORES.items() if name in found}
-        if "nll" in self.after and len(self.after) == 4:
-            del self.after["nll"]
-        if not self.before:
-            self.before = dict(self.after)
-        self._evaluated_at = self.step
-        self.metrics.log(self.step, {f"eval/{name}": value for name, value in self.after.items()}, kind="eval")
-        self.display.evaluation(self.step, self.after)
-        self.directory.update(scores={"before": self.before, "after": self.after})
-        return self.after
-
-    def save(self) -> Path:
-        """Write a checkpoint of this step."""
-        if self._saved_at == self.step:
-            return self.directory.checkpoints_folder / f"step-{self.step:06d}"
-        self.display.phase("saving")
-        folder = save_checkpoint(
-            self.directory.checkpoints_folder, self.step, self._write, keep=self.config.checkpoint.keep
-        )
-        self._saved_at = self.step
-        return folder
-
-    def finish(self) -> Path:
-        """Save, say how it ended; returns the folder of the trained model."""
-        if self._evaluated_at is None and not self.after:
-            self.evaluate()
-        model = self.save() / "model"
-        self.display.finish(
-            Summary(
-                run=self.folder,
-                steps=self.step,
-                total_steps=self.config.run.steps,
-                seconds=time.perf_counter() - self._started,
-                before=self.before or None,
-                after=self.after or None,
-                tokens_trained=self._tokens,
-                model=model,
-                events=self.directory.events_folder if self.config.tracking.tensorboard else None,
-                next_commands=[f"strop runs show {self.folder}"] if self.prepared.scalar else (),
-            )
-        )
-        return model
-
-    def close(self, error: BaseException | None) -> None:
-        """Give back everything; the run's manifest notes how it ended."""
-        self.display.close()
-        self.metrics.close()
-        if error is None:
-            self.directory.close("finished" if self.step >= self.config.run.steps else "interrupted")
-        else:
-            close_after(self.directory, error)
-
     # What the verbs stand on.
 
     def _fill(self, batch: TokenBatch) -> None:
         """Ask the reference for its log-probabilities, once for each batch."""
         if getattr(self.objective, "needs_reference", False) and batch.ref_logprobs is None:
             batch.ref_logprobs = self.trainer.logprobs(batch, role="reference")
-        if isinstance(self.objective, Kto):
+        if getattr(self.objective, "needs_divergence", False):
             self.objective.kl = self._divergence(batch)
 
     def _divergence(self, batch: TokenBatch) -> float:
@@ -249,41 +122,30 @@ class SupervisedRun:
         gap = self.trainer.logprobs(other, role="policy") - self.trainer.logprobs(other, role="reference")
         return max(0.0, float(gap.double().sum()) / max(1, other.sequences))
 
-    def _restore(self, opened: OpenedFolder) -> None:
-        if opened.checkpoint is None:
-            return
-        state = opened.state
-        self.step = int(state["step"])
-        self._saved_at = self.step
-        self.before, self.after = dict(state["before"]), dict(state["after"])
-        self._tokens = int(state["tokens"])
+    @classmethod
+    def _load(cls, prepared: PreparedExamples) -> tuple[Roles, dict[str, Any]]:
+        return load_roles(prepared, scalar=prepared.scalar), {}
+
+    async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
         self.stream.load(state["examples"])
-        self.trainer.load(opened.checkpoint / "state", state["trainer"])
-        restore_random(state["random"])
+        self.trainer.load(checkpoint / "state", state["trainer"])
 
-    def _write(self, folder: Path) -> dict[str, Any]:
-        save_model(self.roles.model, self.roles.tokenizer, folder / "model")
-        return {
-            "step": self.step,
-            "before": self.before,
-            "after": self.after,
-            "tokens": self._tokens,
-            "examples": self.stream.state(),
-            "trainer": self.trainer.save(folder / "state"),
-            "random": random_state(),
-        }
+    def _state(self, folder: Path) -> dict[str, Any]:
+        return {"examples": self.stream.state(), "trainer": self.trainer.save(folder / "state")}
 
-    def _show_start(self, opened: OpenedFolder) -> None:
-        method = f"{self.settings.method}, {self.settings.batch_size} rows a step"
-        facts = model_facts(self.roles, self.prepared, self.folder, method=method)
-        self.display.start(
-            self.folder.name,
-            self.config.run.steps,
-            facts,
-            first_step=self.step,
-            before=self.before or None,
-            history=opened.history,
-        )
+    async def _score_held_out(self) -> dict[str, float]:
+        if self._held_out is None:
+            self._held_out = batch_of(held_out_rows(self.prepared.held_out, self.config.evaluation.prompts))
+        self._fill(self._held_out)
+        found = with_perplexity(self.trainer.evaluate(self._held_out, self.objective))
+        return {shown: found[name] for name, shown in SCORES.items() if name in found}
+
+    def _about(self) -> dict[str, str]:
+        return {"method": f"{self.settings.method}, {self.settings.batch_size} rows a step"}
+
+    def _next_commands(self) -> list[str]:
+        # A model that gives scores has nothing to say.
+        return [f"strop runs show {short_path(self.folder)}"] if self.prepared.scalar else []
 
 
 def batch_of(rows: Sequence[ExampleRow]) -> TokenBatch:
