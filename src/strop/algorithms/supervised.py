@@ -62,7 +62,10 @@ class Values(TokenMean):
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns) over the trained tokens; 0 where the returns are all equal."""
+    """1 - Var(returns - values) / Var(returns) over the trained tokens; 0 where the returns are all equal.
+
+    Source: the diagnostic of OpenAI Baselines, `baselines/common/math_util.py`.
+    """
     inside = mask.bool()
     target, error = returns[inside].double(), (returns - values)[inside].double()
     if len(target) < 2 or bool(target.max() == target.min()):
