@@ -80,7 +80,14 @@ def sources(prefix: str, **settings: Any) -> dict[str, Any]:
 
 def examples(method: str, **changes: Any) -> dict[str, Any]:
     """A recipe that learns from examples."""
-    found = recipe(**{"data.train": {"path": "examples.jsonl"}, "supervised": {"method": method, "batch_size": 4}})
+    # Steps of a solution are joined by line ends.
+    found = recipe(
+        **{
+            "model.create.characters": "0123456789+=\n",
+            "data.train": {"path": "examples.jsonl"},
+            "supervised": {"method": method, "batch_size": 4},
+        }
+    )
     del found["rewards"], found["rollout"]
     for key, value in changes.items():
         put(found, key, value)
@@ -257,7 +264,7 @@ TABLE: dict[str, Case] = {
     "rewards.verifiers[reward_model].path": Case("judge-2", "rewards", "scored"),
     "rewards.verifiers[reward_model].render": Case("chat", "rewards", "scored"),
     "rewards.verifiers[reward_model].device": Case(
-        "cuda" if not torch.cuda.is_available() else "mps", "outcome", "scored", says="cuda|mps"
+        "cuda" if not torch.cuda.is_available() else "mps", "refused", "scored", says="there is no (cuda|mps) device"
     ),
     "rewards.timeout": Case(0.05, "outcome", "unhurried", says=r"timeout.*rewards\.timeout"),
     "rewards.retries": Case(0, "outcome", "fails once", says="busy"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from strop.errors import ModelError
 from strop.models.attention import check_supported, running
 from strop.models.forward import packed_hidden, packed_inputs
 from strop.models.layout import pack
@@ -39,10 +40,16 @@ class ScoringModel:
         """Read a folder as `...ForSequenceClassification` saves it.
 
         Raises:
-            ModelError: it cannot be loaded, or gives not one score but labels or text.
+            ModelError: it cannot be loaded, gives not one score but labels or text, or there is no such device.
         """
         if device == "auto":
             device = next((d for d in ("cuda", "mps") if getattr(torch, d).is_available()), "cpu")
+        elif device != "cpu" and not getattr(torch, device).is_available():
+            raise ModelError(
+                f"there is no {device} device on this machine for the reward model",
+                where=str(folder),
+                mend="leave the verifier's device on auto, or install a torch build for the device",
+            )
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model = load_scalar_model(folder, device=device, dtype=dtype)
         check_supported(model)
