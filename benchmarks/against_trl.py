@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Job:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Compare; returns the numbers that were written."""
     parser = measure.arguments(__doc__, repeats=3)
-    parser.add_argument("--models", nargs="+", choices=["tiny", "smollm2"], help="all if not given")
+    parser.add_argument("--models", nargs="+", choices=list(JOBS), help="all if not given")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each repeat")
     parser.add_argument("--batch-sizes", type=int, nargs="+", help="TRL's, of which the fastest is taken")
     options = parser.parse_args(argv)
@@ -64,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     install_trl()
     numbers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.models or (["tiny"] if options.smoke else ["tiny", "smollm2"]):
-            job = (tiny if name == "tiny" else smollm2)(Path(folder) / name, options)
-            sizes = options.batch_sizes or ([32, 64, 128, 256] if name == "tiny" else [8, 16, 32])
+        for name in options.models or (["tiny"] if options.smoke else list(JOBS)):
+            job = JOBS[name](Path(folder) / name, options)
+            sizes = options.batch_sizes or ([8, 16, 32] if name == "smollm2" else [32, 64, 128, 256])
             numbers[name] = compare(job, sizes, options.repeats)
     measure.write("against_trl", numbers, options)
     return numbers
@@ -82,6 +82,18 @@ def install_trl() -> None:
 
 def tiny(folder: Path, options: argparse.Namespace) -> Job:
     """The quickstart's model and its problems; 32 prompts of 3 to 6 tokens, completions of at most 8."""
+    return _tiny(folder, options, context=32, new_tokens=8)
+
+
+def tiny_ragged(folder: Path, options: argparse.Namespace) -> Job:
+    """The same with completions of at most 64 tokens: a model that ends anywhere writes one to 64, some 15 on average.
+
+    The lengths that reinforcement learning meets: a few completions of a batch go on long after most have ended.
+    """
+    return _tiny(folder, options, context=96, new_tokens=8 if options.smoke else 64)
+
+
+def _tiny(folder: Path, options: argparse.Namespace, *, context: int, new_tokens: int) -> Job:
     from strop.config.loading import load_config
     from strop.data.arithmetic import problems
     from strop.models.create import create_model
@@ -89,10 +101,10 @@ def tiny(folder: Path, options: argparse.Namespace) -> Job:
 
     create = load_config(measure.ROOT / "recipes" / "quickstart.yaml").model.create
     assert create is not None
-    save_model(*create_model(create, seed=0), folder / "model")
+    save_model(*create_model(create.model_copy(update={"context": context}), seed=0), folder / "model")
     prompts = 4 if options.smoke else 32
     texts = [row["prompt"] for row in problems(count=prompts * (options.steps + 1))]
-    return _job(folder, texts, options, prompts=prompts, new_tokens=8, learning_rate=1e-4)
+    return _job(folder, texts, options, prompts=prompts, new_tokens=new_tokens, learning_rate=1e-4)
 
 
 def smollm2(folder: Path, options: argparse.Namespace) -> Job:
@@ -185,6 +197,12 @@ def summary(runs: Sequence[dict[str, Any]], step: int) -> dict[str, Any]:
         "versions": runs[0]["versions"],
     }
 
+
+JOBS: dict[str, Callable[[Path, argparse.Namespace], Job]] = {
+    "tiny": tiny,
+    "tiny_ragged": tiny_ragged,
+    "smollm2": smollm2,
+}
 
 if __name__ == "__main__":
     main()

@@ -121,6 +121,10 @@ class PromptDataset:
             chat=chat,
         )
 
+    def text(self, i: int) -> str:
+        """The rendered prompt of row i."""
+        return self._rendered(i, self.source[i])[1]
+
     def check(self, first: int | None = None) -> Checked:
         """Render and tokenise rows before anything else is done, and raise the first problem.
 

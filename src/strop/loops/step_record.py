@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -68,9 +69,11 @@ class PromptTexts:
 
     def __init__(self, dataset: PromptDataset) -> None:
         self._dataset = dataset
+        # The episodes of a group ask for the same text.
+        self._text = lru_cache(maxsize=1024)(dataset.text)
 
     def text(self, prompt_id: str) -> str:
-        return self._dataset.prompt(int(prompt_id.removeprefix("row-"))).text
+        return self._text(int(prompt_id.removeprefix("row-")))
 
     def answer(self, episode: Episode) -> str | None:
         answer = episode.row.get(self._dataset.source.mapping.answer)

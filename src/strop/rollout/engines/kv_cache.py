@@ -79,17 +79,21 @@ class Prefill(PackedAttention):
         for path, chosen in zip(packed.paths, rows, strict=True):
             for segment in path:
                 through[segment].extend(chosen)
-        # Where each segment lies in the packed row, where it begins in a sequence, and the rows that hold it.
-        self._targets = [
-            (segment.start, segment.length, int(packed.layout.position_ids[segment.start]), held)
+        # For each token that a row of the cache gets: its place in the packed row, the cache's row, its position there.
+        copies = [
+            (np.arange(segment.start, segment.start + segment.length), row)
             for segment, held in zip(packed.layout.segments, through, strict=True)
+            for row in held
         ]
+        source = np.concatenate([places for places, _ in copies])
+        row = np.repeat([row for _, row in copies], [len(places) for places, _ in copies])
+        at = packed.layout.position_ids[source]
+        self._source, self._row, self._at = (self._tensor(x.astype(np.int64)) for x in (source, row, at))
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         keys, values = self._cache.layer(layer, key, value)
-        for start, length, first, rows in self._targets:
-            keys[rows, :, first : first + length] = key[:, :, start : start + length]
-            values[rows, :, first : first + length] = value[:, :, start : start + length]
+        keys[self._row, :, self._at] = key[0].transpose(0, 1)[self._source]
+        values[self._row, :, self._at] = value[0].transpose(0, 1)[self._source]
         return super().attend(layer, query, key, value, scores)
 
 

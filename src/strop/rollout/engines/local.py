@@ -47,6 +47,29 @@ class _Sequence:
         return SampleResult(self.tokens, self.logprobs, self.versions, finish)
 
 
+class _Draws:
+    """What drawing needs of each running sequence, in arrays, so that a step need not gather it from objects.
+
+    keys: uint64, of the random stream. positions: int64, of the next token in it. temperatures: float32. last: int64,
+    the newest token. All [rows].
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.keys = np.zeros(rows, dtype=np.uint64)
+        self.positions = np.zeros(rows, dtype=np.int64)
+        self.temperatures = np.zeros(rows, dtype=np.float32)
+        self.last = np.zeros(rows, dtype=np.int64)
+
+    def enter(self, row: int, sequence: _Sequence) -> None:
+        self.keys[row] = sequence.key
+        self.positions[row] = len(sequence.tokens)
+        self.temperatures[row] = sequence.request.settings.temperature
+
+    def move(self, source: int, target: int) -> None:
+        for array in (self.keys, self.positions, self.temperatures, self.last):
+            array[target] = array[source]
+
+
 class LocalEngine:
     """Samples with a module that it shares with the trainer: nothing to synchronise, nothing to drift.
 
@@ -84,6 +107,7 @@ class LocalEngine:
         self._version = 0
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
+        self._draws = _Draws(max_sequences)
         self._loop: asyncio.Task[None] | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -230,6 +254,7 @@ class LocalEngine:
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for row, sequence in enumerate(entering, start=first):
             by_prompt.setdefault(_context_of(sequence), []).append(row)
+            self._draws.enter(row, sequence)
         held = {s.request.tokens: row for row, s in enumerate(self._running) if s.first_hidden is not None}
         self._running.extend(entering)
         cache.reserve(max(len(prompt) for prompt in by_prompt) + 1)
@@ -256,32 +281,32 @@ class LocalEngine:
         for sequence in entering:
             # After a sleep the context goes past the prompt, and its end is not where a sibling begins.
             sequence.first_hidden = None if sequence.tokens else last[sequence.request.tokens]
-        self._take(list(range(first, first + len(entering))), self._logits(stacked))
+        self._take(first, self._logits(stacked))
 
     def _decode(self) -> None:
         assert self._cache is not None
         count = len(self._running)
         plan = Decode(self._cache, count, self._device)
-        last = np.asarray([s.tokens[-1] for s in self._running], dtype=np.int64)
-        hidden = self._hidden(last, self._cache.lengths[:count].copy(), plan)
+        hidden = self._hidden(self._draws.last[:count], self._cache.lengths[:count].copy(), plan)
         self._cache.lengths[:count] += 1
-        self._take(list(range(count)), self._logits(hidden))
+        self._take(0, self._logits(hidden))
 
-    def _take(self, rows: list[int], logits: Tensor) -> None:
-        """Draw a token for each row and let finished sequences go."""
-        sequences = [self._running[row] for row in rows]
-        positions = np.asarray([len(s.tokens) for s in sequences], dtype=np.int64)
-        u = uniforms(np.asarray([s.key for s in sequences], dtype=np.uint64), positions)
-        temperatures = torch.tensor([s.request.settings.temperature for s in sequences], dtype=torch.float32)
-        tokens, logprobs = draw(logits, temperatures.to(self._device), torch.from_numpy(u).to(self._device))
-        drawn = zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
-        for sequence, token, logprob in drawn:
+    def _take(self, first: int, logits: Tensor) -> None:
+        """Draw a token for each row from `first` on and let finished sequences go."""
+        rows = slice(first, len(self._running))
+        draws, device = self._draws, self._device
+        u = torch.from_numpy(uniforms(draws.keys[rows], draws.positions[rows])).to(device)
+        tokens, logprobs = draw(logits, torch.from_numpy(draws.temperatures[rows]).to(device), u)
+        drawn = tokens.cpu().numpy()
+        draws.last[rows] = drawn
+        draws.positions[rows] += 1
+        for sequence, token, logprob in zip(self._running[rows], drawn.tolist(), logprobs.tolist(), strict=True):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self._version)
-        self._stats.sampled_tokens += len(rows)
+        self._stats.sampled_tokens += len(drawn)
         # From the last row down, so that the row moved into a gap has been looked at.
-        for row in reversed(rows):
+        for row in reversed(range(first, len(self._running))):
             finish = self._finished(self._running[row])
             if finish is not None:
                 self._finish(self._running[row], finish)
@@ -308,10 +333,12 @@ class LocalEngine:
         if row != last:
             self._running[row] = self._running[last]
             self._cache.copy(last, row, int(self._cache.lengths[last]))
+            self._draws.move(last, row)
         self._running.pop()
 
     def _drop_cancelled(self) -> None:
-        self._waiting = deque(s for s in self._waiting if not s.future.done())
+        if any(s.future.done() for s in self._waiting):
+            self._waiting = deque(s for s in self._waiting if not s.future.done())
         for row in reversed(range(len(self._running))):
             if self._running[row].future.done():
                 self._release(row)
