@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "models": {"config"},
     "data": {"config"},
     "rewards": {"config", "models"},
-    "environments": {"data", "rewards"},
+    "environments": {"config", "data", "rewards"},
     "rollout": {"config", "environments", "models", "rewards"},
     "algorithms": set(),
     "training": {"algorithms", "config", "models"},

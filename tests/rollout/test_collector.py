@@ -16,6 +16,7 @@ from strop.rollout.admission import Admission
 from strop.rollout.collector import Collector, apply_reward, reward_of
 from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings
 from strop.rollout.episode import Episode, Status
+from strop.rollout.player import Player
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,8 @@ def collector_of(engine: Any, judge: Any = None, *, per_step: int = 3, size: int
     numbers = itertools.count()
     draw = lambda: (lambda n: Question(f"row-{n}", (1, 2, n)))(next(numbers))  # noqa: E731
     return Collector(
-        engine,
+        Player(engine, Letters()),
         judge or Judge(),
-        Letters(),
         draw,
         settings=SampleSettings(8),
         group_size=size,

@@ -128,15 +128,26 @@ def test_nothing_is_appended_after_the_end() -> None:
     assert len(episode.turns) == 2
 
 
-def test_the_tree_has_one_root_and_no_gaps() -> None:
+def test_only_a_prompt_begins_a_path_and_there_are_no_gaps() -> None:
     episode, _ = episode_with_prompt()
-    with pytest.raises(ValueError, match="first turn"):
-        episode.append_prompt([3])
+    with pytest.raises(ValueError, match="only a prompt"):
+        episode.append_observation([3], parent=None)  # type: ignore[arg-type]
     for parent in (1, 7, -1):
         with pytest.raises(ValueError, match="does not exist"):
             episode.append_observation([3], parent=parent)
     with pytest.raises(ValueError, match="append_sampled"):
         episode.append_observation([3], parent=0, role="assistant")
+
+
+def test_a_rewritten_prompt_begins_a_path_of_its_own() -> None:
+    episode, prompt = episode_with_prompt()
+    sampled(episode, prompt)
+    again = episode.append_prompt([9, 9])
+    episode.append_sampled([4], [-0.5], [0], parent=again, finish="stop")
+    first, second = episode.streams()
+    assert second.tokens.tolist() == [9, 9, 4]
+    assert episode.path_tokens(3) == [9, 9, 4]
+    assert int(first.loss_mask.sum() + second.loss_mask.sum()) == episode.sampled_tokens()
 
 
 def test_what_was_written_cannot_be_edited() -> None:

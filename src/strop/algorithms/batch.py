@@ -19,7 +19,8 @@ class TokenBatch:
     decreasing; loss_mask bool, True where the token was sampled and is trained; sampler_logprobs float32, NaN where the
     mask is False; versions int32, -1 where the mask is False. Filled on the way, float32 [T], meaningful where the mask
     is True: advantages, old_logprobs (the policy before this step's updates), ref_logprobs (the reference), values,
-    returns, teacher_logprobs (the teacher of a distillation), and whatever is in extra.
+    returns, teacher_logprobs (the teacher of a distillation), turn_rewards (what moves rewards from the end of a
+    sequence to the ends of its turns, None where nothing does), and whatever is in extra.
 
     Per sequence, [N]: rewards float32; group_ids int64; truncated bool, True where sampling ended at the token limit;
     greedy_rewards float32, of the most likely completion of the same prompt, for algorithms that ask for it;
@@ -42,6 +43,7 @@ class TokenBatch:
     values: Tensor | None = None
     returns: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    turn_rewards: Tensor | None = None
     greedy_rewards: Tensor | None = None
     episode_ids: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)

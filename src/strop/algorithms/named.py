@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from strop.algorithms.advantages import Baseline, Observations, Scale, discounted_returns, gae, group_relative, whiten
@@ -382,10 +383,12 @@ def algorithm_name(kind: type[PolicyGradient]) -> str:
 
 
 def _token_rewards(algorithm: PolicyGradient, batch: TokenBatch) -> Tensor:
-    """[T] the reward at the last trained token of each sequence, less the penalty at every token, if there is one."""
+    """[T] the reward at the last trained token of each sequence, rewards of turns at theirs, less the penalty at every
+    token, if there is one."""
     penalty = algorithm.penalty(batch)
     coef = 0.0 if penalty is None else algorithm.kl_coef
-    return token_rewards(algorithm.scores(batch), batch.loss_mask, batch.seq_ids, kl=penalty, kl_coef=coef)
+    found = token_rewards(algorithm.scores(batch), batch.loss_mask, batch.seq_ids, kl=penalty, kl_coef=coef)
+    return found if batch.turn_rewards is None else found + torch.where(batch.loss_mask, batch.turn_rewards, 0.0)
 
 
 __all__ = [

@@ -12,6 +12,7 @@ from pydantic import model_validator
 from strop.config.algorithm import AlgorithmSettings
 from strop.config.base import StrictModel
 from strop.config.data import DataSettings
+from strop.config.environment import EnvironmentSettings
 from strop.config.model import ModelSettings
 from strop.config.rewards import RewardSettings
 from strop.config.rollout import RolloutSettings
@@ -31,6 +32,8 @@ class Config(StrictModel):
     """What a completion is worth; needed unless the recipe is supervised."""
     supervised: SupervisedSettings | None = None
     """Learn from examples instead of from sampled completions; none when not set."""
+    environment: EnvironmentSettings | None = None
+    """What answers the policy's turns; without it every completion is a single turn."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
     """The objective."""
     rollout: RolloutSettings = RolloutSettings()
@@ -61,6 +64,13 @@ class Config(StrictModel):
             )
         if self.supervised is not None and self.rewards is not None:
             raise ValueError("`rewards` and `supervised` exclude each other: examples are not scored")
+        return self
+
+    @model_validator(mode="after")
+    def _environment_rewards(self) -> Self:
+        kinds = [verifier.kind for verifier in self.rewards.verifiers] if self.rewards is not None else []
+        if "environment" in kinds and self.environment is None:
+            raise ValueError("a verifier of kind `environment` in rewards.verifiers needs the section `environment`")
         return self
 
     @model_validator(mode="after")

@@ -83,8 +83,21 @@ class RewardModelVerifier(Verifier):
     """Where it computes; `auto` takes a GPU if there is one."""
 
 
+class EnvironmentVerifier(Verifier):
+    """What the environment gave for the turns of the episode, added up; it does not apply where it gave nothing."""
+
+    kind: Literal["environment"]
+    """Take the environment's own rewards."""
+
+
 VerifierSettings = Annotated[
-    ExactVerifier | NumericVerifier | RegexVerifier | FormatVerifier | PythonVerifier | RewardModelVerifier,
+    ExactVerifier
+    | NumericVerifier
+    | RegexVerifier
+    | FormatVerifier
+    | PythonVerifier
+    | RewardModelVerifier
+    | EnvironmentVerifier,
     Field(discriminator="kind"),
 ]
 

@@ -67,18 +67,27 @@ class PromptDataset:
         settings: the `data:` section (`render`, `system_prompt`, `prompt_template`, `overlong_prompts`).
         tokenizer: a Hugging Face tokenizer.
         max_prompt_tokens: longest prompt that is not overlong.
+        renderer: one that knows more than the settings say (tools); made of settings and tokenizer if not given.
 
     Raises:
         DataError: the prompt column is missing, or the template is malformed or names a missing column.
         ModelError: `render: chat` and the tokenizer has no chat template.
     """
 
-    def __init__(self, source: Source, settings: DataSettings, tokenizer: Any, max_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        settings: DataSettings,
+        tokenizer: Any,
+        max_prompt_tokens: int,
+        *,
+        renderer: Renderer | None = None,
+    ) -> None:
         self.source = source
         self.max_prompt_tokens = max_prompt_tokens
         self.skips_overlong = settings.overlong_prompts == "skip"
         self._template = settings.prompt_template
-        self._renderer = Renderer(settings, tokenizer)
+        self._renderer = renderer or Renderer(settings, tokenizer)
         if self._template is not None:
             template_columns(self._template, source.columns)
         else:

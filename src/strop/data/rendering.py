@@ -19,16 +19,27 @@ class Renderer:
     Args:
         settings: the `data:` section.
         tokenizer: a Hugging Face tokenizer.
+        tools: JSON schemas of functions, for the chat template to tell the model of.
+        instructions: more words for the system message of a chat.
 
     Raises:
         DataError: `system_prompt` is set with `render: text`, which has no place for it.
         ModelError: `render: chat` and the tokenizer has no chat template.
     """
 
-    def __init__(self, settings: DataSettings, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        settings: DataSettings,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        instructions: str = "",
+    ) -> None:
         self._render = settings.render
         self._system_prompt = settings.system_prompt
         self._tokenizer = tokenizer
+        self._tools = [dict(tool) for tool in tools] if tools else None
+        self._instructions = instructions
         self._prefix: list[int] | None = None
         if settings.render == "text" and settings.system_prompt is not None:
             raise _no_place_for_system_prompt("data.render is `text`", "data.system_prompt")
@@ -56,7 +67,11 @@ class Renderer:
             )
         else:
             messages = prompt
-        return self._chat(self._with_system_prompt(messages), where, generation=True), True
+        return self.chat(self.with_system_prompt(messages), where, generation=True), True
+
+    def renders_chat(self, prompt: str | Sequence[Message]) -> bool:
+        """Whether the chat template renders such a prompt."""
+        return self._render == "chat" if isinstance(prompt, str) else self._render != "text"
 
     def conversation(self, messages: list[Message], where: str) -> list[tuple[str, bool]]:
         """A whole conversation as pieces of text, and whether each is an assistant's turn. Joined they are the text.
@@ -69,15 +84,15 @@ class Renderer:
                 follow it, so that no one can say which of the text the assistant wrote.
             ModelError: a tokenizer without a chat template.
         """
-        messages = self._with_system_prompt(messages)
-        whole = self._chat(messages, where)
+        messages = self.with_system_prompt(messages)
+        whole = self.chat(messages, where)
         pieces: list[tuple[str, bool]] = []
         done = 0
         for at, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._chat(messages[:at], where, generation=True) if at else ""
-            after = self._chat(messages[: at + 1], where)
+            before = self.chat(messages[:at], where, generation=True) if at else ""
+            after = self.chat(messages[: at + 1], where)
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= done):
                 raise DataError(
                     f"the chat template does not mark the assistant's turns: message {at} reads otherwise in the whole "
@@ -94,19 +109,34 @@ class Renderer:
         """What the chat template makes of an answer to a prompt that it rendered as `text`; None where it renders the
         prompt otherwise once there is an answer, so that the answer has to be taken as it is."""
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        messages = self._with_system_prompt([*messages, {"role": "assistant", "content": completion}])
-        whole = self._chat(messages, where)
+        messages = self.with_system_prompt([*messages, {"role": "assistant", "content": completion}])
+        whole = self.chat(messages, where)
         return whole[len(text) :] if whole.startswith(text) else None
 
-    def _with_system_prompt(self, messages: list[Message]) -> list[Message]:
+    def with_system_prompt(self, messages: list[Message]) -> list[Message]:
+        """The messages, behind `data.system_prompt` unless they begin with one of their own."""
         if self._system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
-            return [{"role": "system", "content": self._system_prompt}, *messages]
-        return messages
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
+        if not self._instructions:
+            return messages
+        if messages[0]["role"] not in ("system", "developer"):
+            return [{"role": "system", "content": self._instructions}, *messages]
+        first = messages[0] | {"content": f"{messages[0]['content']}\n\n{self._instructions}"}
+        return [first, *messages[1:]]
 
-    def _chat(self, messages: list[Message], where: str, *, generation: bool = False) -> str:
+    def chat(self, messages: list[Message], where: str, *, generation: bool = False) -> str:
+        """What the chat template makes of messages; with `generation`, up to where the assistant begins to write.
+
+        Raises:
+            DataError: the template refuses the messages. ModelError: there is no template.
+        """
         self._need_template()
         try:
-            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=generation, tokenize=False))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=self._tools, add_generation_prompt=generation, tokenize=False
+                )
+            )
         except Exception as error:  # templates raise what they like: jinja errors, TypeErrors of their filters
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(

@@ -1,6 +1,5 @@
 """Environments: what answers the policy's turns. This room may import data and rewards, and knows no engine."""
 
-from strop.environments.protocol import Done, Environment, Observation
-from strop.environments.single_turn import SingleTurn
+from strop.environments.protocol import Done, Environment, Observation, PolicyTurn
 
-__all__ = ["Done", "Environment", "Observation", "SingleTurn"]
+__all__ = ["Done", "Environment", "Observation", "PolicyTurn"]

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PolicyTurn:
+    """What the policy wrote in one turn.
+
+    text: without special tokens. finish: "stop" if the policy ended the turn, "length" if a token limit did. number:
+    turns of the policy before it.
+    """
+
+    text: str
+    finish: Literal["stop", "length"] = "stop"
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -13,10 +27,13 @@ class Observation:
     """The environment's answer to a turn; the policy speaks next.
 
     messages: new messages only, `{role, content}`. Whoever drives the episode renders them and appends the tokens to
-    those that were sampled; earlier turns are never rendered again.
+    those that were sampled; earlier turns are never rendered again. reward: of the turn that is answered. turn: how
+    that turn stands among the messages, where it is not simply `{"role": "assistant", "content": text}`.
     """
 
     messages: list[Message]
+    reward: float | None = None
+    turn: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -24,26 +41,53 @@ class Done:
     """The episode is over.
 
     error: what went wrong in the environment, None when it ended as it should. An episode with an error gets the status
-    `environment_error` and no reward.
+    `environment_error` and no reward. reward: of the last turn.
     """
 
     error: str | None = None
+    reward: float | None = None
 
 
 class Environment(Protocol):
     """One episode's world. Single-use: made for one episode, reset once, stepped until Done, closed always.
 
-    Two episodes never share one, so that no state can leak between the completions of a group.
+    Two episodes never share one, so that no state can leak between the completions of a group. An exception in any
+    method is an `environment_error` of the episode; so is a time-out, as `timeout`.
     """
 
-    async def reset(self) -> list[int]:
-        """Begin: token ids of the first prompt."""
+    async def reset(self, row: Mapping[str, Any]) -> list[Message] | None:
+        """Begin: the messages that the policy reads first; None for the prompt as the data has it.
+
+        Args:
+            row: every column of the data row.
+        """
         ...
 
-    async def step(self, completion: str) -> Observation | Done:
-        """Answer one turn: the text that the policy sampled, without special tokens."""
+    async def step(self, turn: PolicyTurn) -> Observation | Done:
+        """Answer one turn of the policy."""
         ...
 
     async def close(self) -> None:
         """Free what it holds; may be called at any time and more than once."""
+        ...
+
+
+class EnvironmentFactory(Protocol):
+    """Makes environments, one for each episode, and may hold what they share (tools, servers, an index)."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """JSON schemas of the functions that the chat template tells the model of; empty for none."""
+    instructions: str
+    """More words for the system message of a chat; empty for none."""
+    stop: Sequence[str]
+    """Texts that end a turn of the policy, beside those of the recipe."""
+
+    def make(self) -> Environment: ...
+
+    async def open(self) -> None:
+        """Start what the environments share; called once before the first episode."""
+        ...
+
+    async def close(self) -> None:
+        """Stop it."""
         ...

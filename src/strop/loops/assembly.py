@@ -26,6 +26,7 @@ from strop.rollout.admission import Admission
 from strop.rollout.collector import Collector
 from strop.rollout.engine import SampleSettings
 from strop.rollout.engines.local import LocalEngine
+from strop.rollout.player import Player
 from strop.tracking.atomic import replacing
 from strop.training.single import SingleDeviceTrainer
 
@@ -121,15 +122,17 @@ def make_stream(prepared: Prepared) -> PromptStream:
     )
 
 
-def make_collector(
-    prepared: Prepared, roles: Roles, engine: LocalEngine, stream: PromptStream, progress: Any
-) -> Collector:
+def make_player(prepared: Prepared, roles: Roles, engine: LocalEngine) -> Player:
+    """What plays the episodes of training and evaluation."""
+    return Player(engine, roles.tokenizer, prepared.world)
+
+
+def make_collector(prepared: Prepared, player: Player, stream: PromptStream, progress: Any) -> Collector:
     rollout = prepared.config.rollout
     demands = demands_of(prepared.algorithm)
     return Collector(
-        engine,
+        player,
         prepared.scorer,
-        roles.tokenizer,
         lambda: stream.next()[0],
         settings=SampleSettings(rollout.max_new_tokens, rollout.temperature, tuple(rollout.stop)),
         group_size=rollout.group_size,

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from strop.config import Config
 from strop.config.model import ModelSettings
@@ -16,9 +15,10 @@ from strop.errors import UserError
 from strop.loops.event_loop import run_to_end
 from strop.rewards.composition import check_errors
 from strop.rewards.protocol import Scorer
-from strop.rollout.collector import reward_of, sample_turn, score_episodes
-from strop.rollout.engine import Engine, SampleSettings
+from strop.rollout.collector import reward_of, score_episodes
+from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode
+from strop.rollout.player import Player
 
 # Random streams of evaluation never meet those of training, whose first number is a group's.
 STREAM = -1
@@ -42,9 +42,8 @@ class Scores:
 
 
 async def evaluate(
-    engine: Engine,
+    player: Player,
     scorer: Scorer,
-    tokenizer: Any,
     dataset: PromptDataset,
     settings: SampleSettings,
     *,
@@ -67,7 +66,7 @@ async def evaluate(
         async def roll_out(episode: Episode) -> None:
             nonlocal done
             stream = (STREAM, number, episode.sample)
-            await sample_turn(episode, prompt.tokens, engine, tokenizer, settings, stream)
+            await player.play(episode, prompt, settings, stream)
             done += 1
             if progress is not None:
                 progress(done, total)
@@ -134,10 +133,11 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
     assert prepared.held_out is not None
 
     async def work() -> Scores:
+        if prepared.world is not None:
+            await prepared.world.factory.open()
         scores, episodes = await evaluate(
-            engine,
+            assembly.make_player(prepared, roles, engine),
             prepared.scorer,
-            roles.tokenizer,
             prepared.held_out,
             evaluation_settings(config),
             prompts=prompts or config.evaluation.prompts,
@@ -145,6 +145,8 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         )
         check_errors([reward_of(e) for e in episodes], first_step=True, settings=config.rewards)
         await engine.close()
+        if prepared.world is not None:
+            await prepared.world.factory.close()
         await prepared.scorer.close()
         return scores
 

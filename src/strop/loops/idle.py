@@ -58,7 +58,7 @@ def _idle(config: Config) -> Iterator[UserError]:
 
 # Sections and keys of reinforcement learning, with their defaults.
 _OF_SAMPLING = {
-    "": ("algorithm", "rollout", "warmup", "critic"),
+    "": ("environment", "algorithm", "rollout", "warmup", "critic"),
     "training": ("mini_batches", "epochs"),
     "evaluation": ("samples", "temperature", "max_new_tokens"),
     "tracking": ("episodes_every",),

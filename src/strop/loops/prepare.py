@@ -13,10 +13,12 @@ from strop.loops.idle import check_idle, check_optimizers
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
     from strop.data.prompts import PromptDataset
+    from strop.data.rendering import Renderer
     from strop.data.sources import Source
     from strop.models.load import ModelFacts
     from strop.planning.hardware import Hardware
     from strop.rewards.protocol import Scorer
+    from strop.rollout.player import World
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Prepared:
     scorer: Scorer
     algorithm: Algorithm
     longest: int
+    world: World | None = None
 
 
 def prepare(config: Config) -> Prepared:
@@ -68,14 +71,21 @@ def prepare(config: Config) -> Prepared:
 
     facts = inspect_model(config.model)
     room = _longest_prompt(config, facts.context)
-    train, expected = _dataset(config, sources["data.train"], facts.tokenizer, room, "data.train")
+    world = _world(config, facts)
+    renderer = None if world is None else world.renderer
+    train, expected = _dataset(config, sources["data.train"], facts.tokenizer, room, "data.train", renderer)
     shown = train
     if "warmup.data" in sources:
         shown, _ = _dataset(config, sources["warmup.data"], facts.tokenizer, room, "warmup.data")
     held_out = None
     if "data.eval" in sources:
         held_out, _ = _dataset(
-            config, sources["data.eval"], facts.tokenizer, _longest_held_out(config, facts.context, room), "data.eval"
+            config,
+            sources["data.eval"],
+            facts.tokenizer,
+            _longest_held_out(config, facts.context, room),
+            "data.eval",
+            renderer,
         )
 
     from strop.planning.hardware import choose_hardware
@@ -92,8 +102,38 @@ def prepare(config: Config) -> Prepared:
 
         check_teacher(config, facts, expected + config.rollout.max_new_tokens)
     return Prepared(
-        config, hardware, facts, train, shown, held_out, scorer, algorithm, expected + config.rollout.max_new_tokens
+        config=config,
+        hardware=hardware,
+        facts=facts,
+        train=train,
+        demonstrations=shown,
+        held_out=held_out,
+        scorer=scorer,
+        algorithm=algorithm,
+        longest=_longest_sequence(config, facts.context, expected),
+        world=world,
     )
+
+
+def _world(config: Config, facts: ModelFacts) -> World | None:
+    """What answers the policy's turns; None where there is one turn only."""
+    if config.environment is None:
+        return None
+    from strop.data.rendering import Renderer
+    from strop.environments.build import build_environments
+    from strop.rollout.player import World
+
+    factory = build_environments(config.environment, getattr(facts.tokenizer, "chat_template", None))
+    renderer = Renderer(config.data, facts.tokenizer, tools=factory.tools, instructions=factory.instructions)
+    return World(factory, config.environment, renderer, frozenset(facts.eos_ids), facts.context)
+
+
+def _longest_sequence(config: Config, context: int, prompt: int) -> int:
+    """Tokens of the longest sequence that is expected: with an environment, what it says is not known before."""
+    if config.environment is None:
+        return prompt + config.rollout.max_new_tokens
+    limit = config.environment.max_tokens
+    return context if limit == "auto" else min(context, prompt + limit)
 
 
 def _check_reference(config: Config) -> None:
@@ -145,11 +185,13 @@ def _longest_held_out(config: Config, context: int, room: int) -> int:
     return min(room, context - new_tokens)
 
 
-def _dataset(config: Config, source: Source, tokenizer: Any, longest: int, key: str) -> tuple[PromptDataset, int]:
+def _dataset(
+    config: Config, source: Source, tokenizer: Any, longest: int, key: str, renderer: Renderer | None = None
+) -> tuple[PromptDataset, int]:
     """The prompts of a source, checked, and the tokens of the longest one that is expected."""
     from strop.data.prompts import PromptDataset
 
-    dataset = PromptDataset(source, config.data, tokenizer, longest)
+    dataset = PromptDataset(source, config.data, tokenizer, longest, renderer=renderer)
     checked = dataset.check()
     if config.model.create is not None and checked.unknown:
         raise DataError(

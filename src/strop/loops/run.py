@@ -49,9 +49,12 @@ class Run(BaseRun):
         self.teacher = teacher
         self.critic: Critic | None = None
         self._demands = demands_of(prepared.algorithm)
+        verifiers = self.config.rewards.verifiers if self.config.rewards is not None else []
+        self._environment_weight = sum(v.weight for v in verifiers if v.kind == "environment")
         self.stream: PromptStream = assembly.make_stream(prepared)
+        self.player = assembly.make_player(prepared, roles, self.engine)
         self.collector = assembly.make_collector(
-            prepared, roles, self.engine, self.stream, lambda done, total: display.progress("sampling", done, total)
+            prepared, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
         self._texts = PromptTexts(prepared.train)
         self._trained: list[tuple[Episode, TokenStream]] = []
@@ -62,6 +65,8 @@ class Run(BaseRun):
 
     async def begin(self) -> None:
         """Warm up and score the model, unless the run has gone past that."""
+        if self.prepared.world is not None:
+            await self.prepared.world.factory.open()
         if self._resumed:
             self._say_if_done()
             return
@@ -100,7 +105,9 @@ class Run(BaseRun):
         judged = [*episodes, *collector.baselines.values()]
         check_errors([reward_of(e) for e in judged], first_step=self.step == 0, settings=self.config.rewards)
         chosen = step_batch.choose(groups, self._demands, collector.baselines)
-        batch, self._trained = step_batch.lay_out(chosen, self._demands, collector.baselines)
+        batch, self._trained = step_batch.lay_out(
+            chosen, self._demands, collector.baselines, environment_weight=self._environment_weight
+        )
         self._left_out = chosen.left_out
         self._check_staleness(batch)
         self._batch_metrics = step_batch.group_metrics(
@@ -169,6 +176,8 @@ class Run(BaseRun):
         self.display.close()
         await self.collector.close()
         await self.engine.close()
+        if self.prepared.world is not None:
+            await self.prepared.world.factory.close()
         await self.prepared.scorer.close()
         await super().close(error)
 
@@ -223,9 +232,8 @@ class Run(BaseRun):
 
     async def _score_held_out(self) -> dict[str, float]:
         scores, episodes = await evaluate(
-            self.engine,
+            self.player,
             self.prepared.scorer,
-            self.roles.tokenizer,
             self.prepared.held_out,
             evaluation_settings(self.config),
             prompts=self.config.evaluation.prompts,

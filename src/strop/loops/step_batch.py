@@ -67,9 +67,13 @@ def choose(groups: Sequence[Group], demands: Demands, baselines: Mapping[int, Ep
 
 
 def lay_out(
-    chosen: Chosen, demands: Demands, baselines: Mapping[int, Episode]
+    chosen: Chosen, demands: Demands, baselines: Mapping[int, Episode], *, environment_weight: float = 0.0
 ) -> tuple[TokenBatch, list[tuple[Episode, TokenStream]]]:
-    """The flat batch of the chosen episodes, and the stream that each of its sequences is."""
+    """The flat batch of the chosen episodes, and the stream that each of its sequences is.
+
+    Args:
+        environment_weight: weight of the environment's rewards in the total.
+    """
     streams = [(episode, stream) for episode in chosen.trained for stream in episode.streams()]
     numbers = {id(episode): number for number, episode in enumerate(chosen.trained)}
     batch = token_batch(
@@ -79,6 +83,8 @@ def lay_out(
         truncated=[episode.status == "length" for episode, _ in streams],
     )
     batch.episode_ids = torch.tensor([numbers[id(episode)] for episode, _ in streams], dtype=torch.int64)
+    if environment_weight and any(episode.turn_rewards for episode in chosen.trained):
+        batch.turn_rewards = torch.cat([_of_turns(e, s, environment_weight) for e, s in streams])
     if demands.greedy:
         batch.greedy_rewards = torch.tensor([baselines[e.group].reward for e, _ in streams], dtype=torch.float32)
     if demands.overlong_filter:
@@ -86,6 +92,24 @@ def lay_out(
     if chosen.silent:
         batch.loss_mask = torch.zeros_like(batch.loss_mask)
     return batch, streams
+
+
+def _of_turns(episode: Episode, stream: TokenStream, weight: float) -> Tensor:
+    """[L] what moves the rewards of an episode's turns from the end of a stream to the ends of the turns.
+
+    The last trained token loses the rewards of all turns up to it, and each trained turn gets its own at its end: what
+    is left at the last token is the rest of the total, that of later turns included.
+    """
+    moved = torch.zeros(len(stream.tokens))
+    end, last = 0, None
+    for turn in stream.turns:
+        end += len(episode.turns[turn].tokens)
+        if stream.loss_mask[end - 1]:
+            moved[end - 1] += weight * episode.turn_rewards.get(turn, 0.0)
+            last = (turn, end - 1)
+    if last is not None:
+        moved[last[1]] -= weight * sum(reward for turn, reward in episode.turn_rewards.items() if turn <= last[0])
+    return moved
 
 
 def fill(

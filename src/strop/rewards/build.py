@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from strop.config.rewards import (
+    EnvironmentVerifier,
     ExactVerifier,
     FormatVerifier,
     NumericVerifier,
@@ -13,6 +14,7 @@ from strop.config.rewards import (
     VerifierSettings,
 )
 from strop.rewards.composition import CompositeScorer
+from strop.rewards.environmental import Environmental
 from strop.rewards.exact import Exact
 from strop.rewards.format import Format
 from strop.rewards.numeric import Numeric
@@ -54,5 +56,7 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
             return Format(settings, where=where)
         case PythonVerifier():
             return PythonFunction(settings, where=where)
+        case EnvironmentVerifier():
+            return Environmental(settings)
         case RewardModelVerifier():
             return RewardModel(settings)

@@ -200,11 +200,16 @@ def check_errors(rewards: Sequence[Reward], *, first_step: bool, settings: Rewar
         if first_step
         else f"rewards.max_error_share allows {settings.max_error_share:.0%}"
     )
+    environment = name == "environment"
+    slow = ways["timeout"] == count
+    what = "the environment failed in" if environment else f"the verifier {name!r} could not score"
+    limit = "environment.step_timeout and environment.episode_timeout" if environment else "rewards.timeout"
     raise RunFailure(
-        f"the verifier {name!r} could not score {count} of {len(rewards)} completions ({told}){others}; {rule}. "
+        f"{what} {count} of {len(rewards)} {'episodes' if environment else 'completions'} ({told}){others}; {rule}. "
         f"First: {of_it[0].detail}",
-        where=f"rewards.verifiers, {name}",
-        mend="give it more time with rewards.timeout, or make it faster"
-        if ways["timeout"] == count
-        else "mend the verifier or the data; a failed verifier is never counted as a reward of 0",
+        where="environment" if environment else f"rewards.verifiers, {name}",
+        mend=f"give it more time with {limit}, or make it faster"
+        if slow
+        else f"mend the {'environment' if environment else 'verifier'} or the data; a failure is never counted as a "
+        "reward of 0",
     )

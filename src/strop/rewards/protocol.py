@@ -14,7 +14,9 @@ class Completed:
     """A finished completion, as verifiers see it.
 
     prompt: the prompt as the data had it, a text or a list of messages. completion: the text that was sampled, without
-    special tokens. row: every column of the data row. finish: "stop" or "length".
+    special tokens; of an episode of several turns, the last one's. row: every column of the data row. finish: "stop" or
+    "length". messages: the whole conversation, empty where there was a single turn. environment_reward: what the
+    environment gave, the sum over the turns; None if it gave none.
     """
 
     prompt: str | list[Message]
@@ -23,6 +25,8 @@ class Completed:
     row: Mapping[str, Any] = field(default_factory=dict)
     completion_ids: Sequence[int] = ()
     finish: str = "stop"
+    messages: Sequence[Message] = ()
+    environment_reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Reward:
     total: float
     components: dict[str, float]
     correct: bool | None
-    status: Literal["ok", "verifier_error", "timeout"] = "ok"
+    status: Literal["ok", "verifier_error", "timeout", "environment_error"] = "ok"
     detail: str = ""
     failed: str = ""
 

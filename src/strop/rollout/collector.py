@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from strop.rewards.protocol import Completed, Reward, Scorer
 from strop.rollout.admission import Admission
-from strop.rollout.engine import Engine, SampleRequest, SampleSettings
+from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Group, Status
+from strop.rollout.player import Player, PromptLike
 
 GREEDY = -1
 """The sample index of a group's most likely completion."""
@@ -19,30 +20,11 @@ GREEDY = -1
 T = TypeVar("T")
 
 
-class PromptLike(Protocol):
-    """What the collector needs of a prompt; `data.Prompt` is one."""
-
-    @property
-    def prompt_id(self) -> str: ...
-    @property
-    def prompt(self) -> Any: ...
-    @property
-    def answer(self) -> Any: ...
-    @property
-    def row(self) -> dict[str, Any]: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-
-class Detokenizer(Protocol):
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
-
-
 class Collector:
     """Samples and scores groups within what admission allows.
 
     Args:
-        engine, scorer, tokenizer: what samples, scores and decodes.
+        player, scorer: what plays an episode and scores it.
         next_prompt: the next prompt in the data's order; called once for each group, in order of group numbers.
         settings, group_size: how completions are drawn, and how many of each prompt.
         admission: the bound on staleness.
@@ -53,9 +35,8 @@ class Collector:
 
     def __init__(
         self,
-        engine: Engine,
+        player: Player,
         scorer: Scorer,
-        tokenizer: Detokenizer,
         next_prompt: Callable[[], PromptLike],
         *,
         settings: SampleSettings,
@@ -66,9 +47,8 @@ class Collector:
         max_refills: int = 0,
         greedy: bool = False,
     ) -> None:
-        self._engine = engine
+        self._player = player
         self._scorer = scorer
-        self._tokenizer = tokenizer
         self._next_prompt = next_prompt
         self._settings = settings
         self._group_size = group_size
@@ -156,7 +136,7 @@ class Collector:
         # The draws of another attempt at the same place are others.
         stream = (episode.group, episode.sample, 0, *([attempt] if attempt else []))
         settings = replace(self._settings, temperature=0.0) if episode.sample == GREEDY else self._settings
-        await sample_turn(episode, prompt.tokens, self._engine, self._tokenizer, settings, stream)
+        await self._player.play(episode, prompt, settings, stream)
         self._completions += 1
         self._last_completion = time.perf_counter()
         if self._progress is not None:
@@ -177,22 +157,6 @@ async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def sample_turn(
-    episode: Episode,
-    tokens: Sequence[int],
-    engine: Engine,
-    tokenizer: Detokenizer,
-    settings: SampleSettings,
-    stream: tuple[int, ...],
-) -> None:
-    """Append a prompt and one sampled turn to an episode; its text is decoded without special tokens."""
-    turn = episode.append_prompt(tokens)
-    result = await engine.generate(SampleRequest(tuple(tokens), settings, stream))
-    episode.append_sampled(result.tokens, result.logprobs, result.versions, parent=turn, finish=result.finish)
-    episode.completion = tokenizer.decode(result.tokens, skip_special_tokens=True)
-    episode.status = Status(result.finish)
 
 
 async def score_episodes(episodes: Sequence[Episode], prompt: PromptLike, scorer: Scorer) -> None:
@@ -230,4 +194,6 @@ def _completed(episode: Episode, prompt: PromptLike) -> Completed:
         row=prompt.row,
         completion_ids=[int(token) for turn in sampled for token in turn.tokens],
         finish=str(episode.status),
+        messages=episode.messages,
+        environment_reward=sum(episode.turn_rewards.values()) if episode.turn_rewards else None,
     )

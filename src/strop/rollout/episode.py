@@ -77,7 +77,10 @@ class Episode:
         sample: index within the group.
         row: the data row: prompt, answer and every other column.
         prompt_id: stable name of the row in its dataset.
-        failed: name of the verifier that could not score the completion; empty otherwise.
+        failed: name of the verifier that could not score the completion, or `environment`; empty otherwise.
+        completion: text of the policy's last turn, without special tokens.
+        messages: the whole conversation, where there was one of several turns.
+        turn_rewards: what the environment gave for turns of the policy.
     """
 
     group: int
@@ -92,9 +95,15 @@ class Episode:
     failed: str = ""
     completion: str = ""
     turns: list[Turn] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turn_rewards: dict[TurnId, float] = field(default_factory=dict)
 
     def append_prompt(self, tokens: Sequence[int], *, parent: TurnId | None = None) -> TurnId:
-        """Append given tokens that no one sampled: the prompt, or the messages of a later turn."""
+        """Append given tokens that no one sampled: the prompt, or the messages of a later turn.
+
+        Without a parent it is the beginning of a path: the episode's first prompt, or another one where a chat template
+        rewrites even that once other turns follow.
+        """
         return self._append("user", tokens, (), (), parent, None)
 
     def append_sampled(
@@ -143,6 +152,10 @@ class Episode:
             taken.update(path)
         return streams
 
+    def path_tokens(self, leaf: TurnId) -> list[int]:
+        """Token ids from the beginning of a turn's path to its end."""
+        return [int(token) for turn in self._path(leaf) for token in self.turns[turn].tokens]
+
     def sampled_tokens(self) -> int:
         """How many tokens the policy sampled in the whole tree."""
         return sum(len(turn.tokens) for turn in self.turns if turn.sampled)
@@ -158,8 +171,8 @@ class Episode:
     ) -> TurnId:
         if self.status is not None:
             raise ValueError(f"the episode has ended ({self.status}); nothing can be appended")
-        if parent is None and self.turns:
-            raise ValueError("only the first turn has no parent")
+        if parent is None and role != "user":
+            raise ValueError("only a prompt has no parent")
         if parent is not None and not 0 <= parent < len(self.turns):
             raise ValueError(f"turn {parent} does not exist; the episode has {len(self.turns)} turns")
         # Copies: an array of the caller's must neither be locked nor be able to change what was written.
@@ -179,17 +192,20 @@ class Episode:
         self.turns.append(turn)
         return len(self.turns) - 1
 
+    def _path(self, leaf: TurnId) -> tuple[TurnId, ...]:
+        path: list[TurnId] = []
+        at: TurnId | None = leaf
+        while at is not None:
+            path.append(at)
+            at = self.turns[at].parent
+        return tuple(reversed(path))
+
     def _paths(self) -> Iterator[tuple[TurnId, ...]]:
         parents = {turn.parent for turn in self.turns}
         for leaf in range(len(self.turns)):
             if leaf in parents:
                 continue
-            path: list[TurnId] = []
-            at: TurnId | None = leaf
-            while at is not None:
-                path.append(at)
-                at = self.turns[at].parent
-            yield tuple(reversed(path))
+            yield self._path(leaf)
 
     def _stream(self, path: tuple[TurnId, ...], taken: set[TurnId]) -> TokenStream:
         tokens, mask, logprobs, versions = [], [], [], []

@@ -1,0 +1,155 @@
+"""From `environment:` in a recipe to what makes the environments of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.config.environment import (
+    CalculatorTool,
+    FunctionTool,
+    McpTools,
+    PythonEnvironment,
+    RetrievalTool,
+    ToolEnvironment,
+)
+from strop.environments.calculator import calculator
+from strop.environments.mcp import McpServer
+from strop.environments.protocol import Environment
+from strop.environments.retrieval import Passages
+from strop.environments.tool_use import ToolUse, instructions, make_style
+from strop.environments.tools import Tool, function_tool
+from strop.errors import UserError
+from strop.rewards.python import load_function
+
+
+class ToolFactory:
+    """Makes environments of tool use that share their tools.
+
+    Args:
+        template: the tokenizer's chat template, None without one. where: key path of the settings, for messages.
+
+    Raises:
+        UserError: a tool cannot be made, or two have the same name.
+    """
+
+    def __init__(self, settings: ToolEnvironment, template: str | None, *, where: str = "environment") -> None:
+        self._settings = settings
+        self._servers: list[McpServer] = []
+        self._passages: list[Passages] = []
+        found = [
+            tool
+            for number, tool_settings in enumerate(settings.tools)
+            for tool in self._tools_of(tool_settings, f"{where}.tools.{number}")
+        ]
+        self._by_name = {tool.name: tool for tool in found}
+        if len(self._by_name) < len(found):
+            names = [tool.name for tool in found]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(
+                f"two tools are called {twice!r}, so a call could mean either",
+                where=f"{where}.tools",
+                mend="leave one of them out, or rename a function",
+            )
+        self._style = make_style(settings, found, template)
+        told = self._style.template_tells and template is not None and "tools" in template
+        self.tools: Sequence[Mapping[str, Any]] = [tool.schema for tool in found] if told else []
+        self.instructions = "" if told else instructions(found, self._style)
+        self.stop: Sequence[str] = self._style.stop
+
+    def make(self) -> Environment:
+        return ToolUse(self._by_name, self._style, self._settings)
+
+    async def open(self) -> None:
+        for server in self._servers:
+            await server.open()
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.close()
+        for passages in self._passages:
+            passages.close()
+
+    def _tools_of(self, settings: Any, where: str) -> list[Tool]:
+        match settings:
+            case CalculatorTool():
+                return [function_tool(calculator)]
+            case FunctionTool():
+                return [function_tool(load_function(settings.path, where=f"{where}.path"), where=f"{where}.path")]
+            case RetrievalTool():
+                return [self._search(settings)]
+            case McpTools():
+                server = McpServer(settings, where=where)
+                self._servers.append(server)
+                return server.tools()
+        raise AssertionError(settings)
+
+    def _search(self, settings: RetrievalTool) -> Tool:
+        passages = Passages(Path(settings.folder).expanduser(), words=settings.passage_words)
+        self._passages.append(passages)
+
+        def search(query: str) -> str:
+            """Searches a collection of texts.
+
+            Args:
+                query: words to look for.
+            """
+            found = passages.search(query, settings.top)
+            return "\n\n".join(f"[{source}] {text}" for source, text in found) or "nothing was found"
+
+        return function_tool(search)
+
+
+class PythonFactory:
+    """Makes objects of a class of the user's."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    instructions = ""
+    stop: Sequence[str] = ()
+
+    def __init__(self, settings: PythonEnvironment, *, where: str = "environment") -> None:
+        self._class = load_function(settings.factory, where=f"{where}.factory")
+        self._arguments = settings.arguments
+        try:
+            inspect.signature(self._class).bind(**settings.arguments)
+        except TypeError as error:
+            raise UserError(
+                f"the arguments do not fit {settings.factory}: {error}",
+                where=f"{where}.arguments",
+                mend=f"it takes {inspect.signature(self._class)}",
+            ) from error
+        except ValueError:
+            return  # a class without a signature: the call itself will tell
+        for method in ("reset", "step", "close"):
+            if inspect.isclass(self._class) and not inspect.iscoroutinefunction(getattr(self._class, method, None)):
+                raise UserError(
+                    f"{settings.factory} has no `async def {method}`",
+                    where=f"{where}.factory",
+                    mend="an environment has `async reset(row)`, `async step(turn)` and `async close()`",
+                )
+
+    def make(self) -> Environment:
+        return self._class(**self._arguments)  # type: ignore[no-any-return]
+
+    async def open(self) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+
+def build_environments(settings: ToolEnvironment | PythonEnvironment, template: str | None) -> Any:
+    """The factory of a recipe's environments.
+
+    Args:
+        template: the tokenizer's chat template; None without one.
+
+    Raises:
+        UserError: a function cannot be imported, a folder is empty, a server does not start.
+    """
+    if isinstance(settings, ToolEnvironment):
+        return ToolFactory(settings, template)
+    return PythonFactory(settings)

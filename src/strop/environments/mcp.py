@@ -1,0 +1,137 @@
+"""Tools of servers that speak the Model Context Protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from contextlib import AsyncExitStack
+from typing import Any
+
+from strop.config.environment import McpTools
+from strop.environments.tools import CallError, Tool
+from strop.errors import MissingExtra, UserError
+
+START_SECONDS = 30.0
+
+
+class McpServer:
+    """One server: asked for its tools when it is made, started again by `open` and kept until `close`.
+
+    Raises:
+        MissingExtra: the package `mcp` is not installed.
+        UserError: the server does not start, or has no tools.
+    """
+
+    def __init__(self, settings: McpTools, *, where: str) -> None:
+        if importlib.util.find_spec("mcp") is None:
+            raise MissingExtra("mcp", extra="mcp", needed_for=f"`{where}.kind: mcp`")
+        self._settings = settings
+        self._where = where
+        self._session: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._stop = asyncio.Event()
+
+    def tools(self) -> list[Tool]:
+        """What the server offers; it runs for that long only.
+
+        Raises:
+            UserError: it cannot be asked.
+        """
+        # A thread of its own, since the caller may be inside an event loop.
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                found = pool.submit(lambda: asyncio.run(self._ask())).result()
+            except Exception as error:
+                raise self._not_started(error) from error
+        if not found:
+            raise UserError("the MCP server has no tools", where=self._where, mend="name another server")
+        return found
+
+    async def open(self) -> None:
+        """Start the server, or connect to it.
+
+        Raises:
+            UserError: it does not start.
+        """
+        if self._task is not None:
+            return
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        # The connection must be left by the task that entered it.
+        self._task = asyncio.create_task(self._serve(ready))
+        try:
+            await ready
+        except Exception as error:
+            self._task = None
+            raise self._not_started(error) from error
+
+    async def close(self) -> None:
+        """Stop the server, or leave it."""
+        if self._task is None:
+            return
+        self._stop.set()
+        task, self._task, self._session = self._task, None, None
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                self._session = await asyncio.wait_for(self._connect(stack), START_SECONDS)
+                ready.set_result(None)
+                await self._stop.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+    async def _ask(self) -> list[Tool]:
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout(START_SECONDS):
+                session = await self._connect(stack)
+                listed = await session.list_tools()
+            return [
+                Tool(tool.name, tool.description or tool.name, dict(tool.inputSchema), self._caller(tool.name))
+                for tool in listed.tools
+            ]
+
+    async def _connect(self, stack: AsyncExitStack) -> Any:
+        from mcp import ClientSession
+
+        if self._settings.command is not None:
+            from mcp import StdioServerParameters
+            from mcp.client.stdio import stdio_client
+
+            command, *arguments = self._settings.command
+            streams = await stack.enter_async_context(
+                stdio_client(StdioServerParameters(command=command, args=arguments))
+            )
+        else:
+            from mcp.client.streamable_http import streamablehttp_client
+
+            streams = await stack.enter_async_context(streamablehttp_client(self._settings.url))
+        session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+        await session.initialize()
+        return session
+
+    def _caller(self, name: str) -> Any:
+        async def call(arguments: dict[str, Any]) -> str:
+            if self._session is None:
+                raise RuntimeError(f"the MCP server of {name} is not open")
+            result = await self._session.call_tool(name, arguments)
+            text = "\n".join(part.text for part in result.content if getattr(part, "type", "") == "text")
+            if result.isError:
+                raise CallError(text or "the tool failed")
+            return text
+
+        return call
+
+    def _not_started(self, error: BaseException) -> UserError:
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        what = self._settings.url or " ".join(self._settings.command or [])
+        return UserError(
+            f"the MCP server {what!r} cannot be asked for its tools: {type(error).__name__}: {error}",
+            where=self._where,
+            mend="start it by hand to see what it says",
+        )
