@@ -27,7 +27,7 @@ class McpServer:
             raise MissingExtra("mcp", extra="mcp", needed_for=f"`{where}.kind: mcp`")
         self._settings = settings
         self._where = where
-        self._session: Any = None
+        self._client: Any = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
 
@@ -72,13 +72,13 @@ class McpServer:
         if self._task is None:
             return
         self._stop.set()
-        task, self._task, self._session = self._task, None, None
+        task, self._task, self._client = self._task, None, None
         await asyncio.gather(task, return_exceptions=True)
 
     async def _serve(self, ready: asyncio.Future[None]) -> None:
         try:
             async with AsyncExitStack() as stack:
-                self._session = await asyncio.wait_for(self._connect(stack), START_SECONDS)
+                self._client = await asyncio.wait_for(self._connect(stack), START_SECONDS)
                 ready.set_result(None)
                 await self._stop.wait()
         except Exception as error:
@@ -88,39 +88,31 @@ class McpServer:
     async def _ask(self) -> list[Tool]:
         async with AsyncExitStack() as stack:
             async with asyncio.timeout(START_SECONDS):
-                session = await self._connect(stack)
-                listed = await session.list_tools()
+                client = await self._connect(stack)
+                listed = await client.list_tools()
             return [
-                Tool(tool.name, tool.description or tool.name, dict(tool.inputSchema), self._caller(tool.name))
+                Tool(tool.name, tool.description or tool.name, dict(tool.input_schema), self._caller(tool.name))
                 for tool in listed.tools
             ]
 
     async def _connect(self, stack: AsyncExitStack) -> Any:
-        from mcp import ClientSession
+        from mcp import Client, StdioServerParameters, stdio_client
 
-        if self._settings.command is not None:
-            from mcp import StdioServerParameters
-            from mcp.client.stdio import stdio_client
-
-            command, *arguments = self._settings.command
-            streams = await stack.enter_async_context(
-                stdio_client(StdioServerParameters(command=command, args=arguments))
-            )
-        else:
-            from mcp.client.streamable_http import streamablehttp_client
-
-            streams = await stack.enter_async_context(streamablehttp_client(self._settings.url))
-        session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
-        await session.initialize()
-        return session
+        if self._settings.url is not None:
+            return await stack.enter_async_context(Client(self._settings.url))
+        assert self._settings.command is not None
+        command, *arguments = self._settings.command
+        return await stack.enter_async_context(
+            Client(stdio_client(StdioServerParameters(command=command, args=arguments)))
+        )
 
     def _caller(self, name: str) -> Any:
         async def call(arguments: dict[str, Any]) -> str:
-            if self._session is None:
+            if self._client is None:
                 raise RuntimeError(f"the MCP server of {name} is not open")
-            result = await self._session.call_tool(name, arguments)
+            result = await self._client.call_tool(name, arguments)
             text = "\n".join(part.text for part in result.content if getattr(part, "type", "") == "text")
-            if result.isError:
+            if result.is_error:
                 raise CallError(text or "the tool failed")
             return text
 
