@@ -50,7 +50,7 @@ class CheckedGroups:
     """What `RolloutDataset.check` saw.
 
     groups: looked at. of: there are. rows: of all groups. overlong: groups to be skipped. longest: tokens of the
-    longest prompt and completion together. alone: groups with a single completion. greedy: groups with a baseline.
+    longest prompt. alone: groups with a single completion. greedy: groups with a baseline.
     remade: completions that were tokenised, because the data has no ids. unknown, unknown_at: rows with characters that
     the tokenizer does not know, and where the first of them is.
     """
@@ -221,8 +221,7 @@ class RolloutDataset:
                 problem = problem or error
                 continue
             completions = group.completions
-            longest = max(len(one.tokens) for one in completions)
-            counts["longest"] = max(counts["longest"], len(group.prompt.tokens) + longest)
+            counts["longest"] = max(counts["longest"], len(group.prompt.tokens))
             counts["alone"] += len(completions) == 1
             counts["greedy"] += group.baseline is not None
             counts["remade"] += 0 if self.has_ids else len(completions)

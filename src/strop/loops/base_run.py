@@ -56,9 +56,7 @@ class BaseRun(ABC):
         Raises:
             UserError: the run cannot be gone on with; nothing was written.
         """
-        torch.set_num_threads(prepared.hardware.threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        set_seed(prepared.config.run.seed)
+        settle(prepared)
         display = make_display(prepared.config.tracking)
         try:
             roles, others = cls._load(prepared)
@@ -219,6 +217,13 @@ class BaseRun(ABC):
             before=self.before or None,
             history=opened.history,
         )
+
+
+def settle(prepared: Any) -> None:
+    """Threads, determinism and seeds: what has to be the same before the first number is computed."""
+    torch.set_num_threads(prepared.hardware.threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    set_seed(prepared.config.run.seed)
 
 
 def _parameters(model: Any) -> str:
