@@ -53,6 +53,8 @@ def _traceback(ctx: typer.Context) -> None:
 def _stopped(ctx: typer.Context) -> str:
     if ctx.invoked_subcommand == "train":
         return "stopped; the same command goes on from the last checkpoint"
+    if ctx.invoked_subcommand == "rollout":
+        return "stopped; the same command goes on behind the last prompts"
     return "stopped"
 
 
@@ -114,6 +116,7 @@ def _strop(
       strop runs list                                  what ran
       strop sample runs/quickstart                     talk to what came out
       strop export runs/quickstart --out FOLDER        take the model out of the run
+      strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
     Find out:
       strop config explain rollout                     what the keys of a section do
       strop config show recipes/quickstart.yaml        a recipe with every default written out
@@ -162,16 +165,9 @@ def evaluate(
       strop eval runs/quickstart                       a run, by its own recipe
       strop eval recipes/smollm2-cpu.yaml --prompts 50 evaluation.samples=4 evaluation.temperature=1
     """
-    file = recipe
-    if recipe.is_dir():
-        file = recipe / "config.yaml"
-        if not file.is_file():
-            raise UserError(
-                f"{recipe} is not the folder of a run: it has no config.yaml",
-                where=str(recipe.absolute()),
-                mend=f"to score a model folder, name a recipe too: strop eval RECIPE --model {recipe}",
-            )
-        model = model or str(recipe)
+    run, file = _run_or_recipe(recipe, "strop eval RECIPE --model {}")
+    if run is not None:
+        model = model or str(run)
     settings = _load(file, overrides)
     from strop.loops.evaluate import evaluate_model
 
@@ -204,6 +200,77 @@ def sample(
     from strop.loops.sample import chat
 
     chat(model, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, system=system)
+
+
+@app.command()
+def rollout(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write: a name in .jsonl or .parquet.")],
+    overrides: Overrides = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Only the first prompts, so many; else all.")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Completions of each prompt; rollout.group_size when not set.")
+    ] = None,
+    checkpoint: Annotated[
+        int | None, typer.Option(min=0, help="Of a run: the step whose weights sample; the latest when not set.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Sample completions of the training prompts, score them, and write them to a file.
+
+    One row for each completion: texts, token ids, log-probabilities, reward, status, the columns of the data. `offline:`
+    in a recipe trains on such a file. The same command goes on with a file that was interrupted.
+
+    \b
+    Examples:
+      strop rollout recipes/quickstart.yaml --out sums.jsonl --prompts 100
+      strop rollout runs/quickstart --out sums.parquet --samples 16 rollout.temperature=0.7
+      strop rollout runs/quickstart --checkpoint 0 --out before.jsonl
+    """
+    run, file = _run_or_recipe(recipe, "strop rollout RECIPE model.path={}")
+    if checkpoint is not None and run is None:
+        raise UserError(
+            "--checkpoint is a step of a run, and this is a recipe",
+            where=f"--checkpoint {checkpoint}",
+            mend="name the run's folder, or set model.path",
+        )
+    settings = _load(file, overrides)
+    from strop.loops.rollout import rollout as write_rollouts
+
+    found = write_rollouts(settings, out, run=run, checkpoint=checkpoint, prompts=prompts, samples=samples, force=force)
+    typer.echo(f"{found.completions:,} completions of {found.prompts:,} prompts written to {found.path}")
+    if found.accuracy == found.accuracy:
+        typer.echo(f"accuracy           {found.accuracy:.1%}")
+    if found.reward == found.reward:
+        typer.echo(f"reward             {found.reward:.4f}")
+    typer.echo(f"completion length  {found.length:.1f} tokens")
+    if found.errors:
+        typer.echo(f"not verified       {found.errors} (their reward is null)")
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
+    debug: Debug = False,
+) -> None:
+    """Train a step of a run again, without sampling, and compare.
+
+    Takes the checkpoint before the step and the completions that it was trained on, makes the update, and says whether
+    metrics and weights are bit-equal to those of the run (exit code 1 if not). The run's folder stays as it is.
+
+    \b
+    Example:
+      strop replay runs/quickstart --step 40
+    """
+    from strop.loops.replay import replay as train_again
+    from strop.loops.replay import shown
+
+    found = train_again(run, step)
+    typer.echo(shown(found))
+    if not found.equal:
+        raise typer.Exit(1)
 
 
 class _Dtype(StrEnum):
@@ -343,6 +410,23 @@ def config_schema(debug: Debug = False) -> None:
     from strop.config.explain import schema
 
     typer.echo(json.dumps(schema(), indent=2, ensure_ascii=False))
+
+
+def _run_or_recipe(given: Path, otherwise: str) -> tuple[Path | None, Path]:
+    """The run that was named, None if it was a recipe, and the file of the recipe.
+
+    Args:
+        otherwise: the command for a folder that is a model and not a run, with a place for its name.
+    """
+    if not given.is_dir():
+        return None, given
+    if not (given / "config.yaml").is_file():
+        raise UserError(
+            f"{given} is not the folder of a run: it has no config.yaml",
+            where=str(given.absolute()),
+            mend=f"for a model folder, name a recipe too: {otherwise.format(given)}",
+        )
+    return given, given / "config.yaml"
 
 
 def _load(recipe: Path, overrides: list[str] | None) -> Config:

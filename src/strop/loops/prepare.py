@@ -80,11 +80,11 @@ def prepare(config: Config) -> Prepared:
     from strop.models.load import inspect_model
 
     facts = inspect_model(config.model)
-    room = _longest_prompt(config, facts.context)
+    room = longest_prompt(config, facts.context)
     train, shown, expected, seen = _training_data(config, sources, facts, room)
     held_out = None
     if "data.eval" in sources:
-        held_out, _ = _dataset(
+        held_out, _ = prompt_dataset(
             config, sources["data.eval"], facts.tokenizer, _longest_held_out(config, facts.context, room), "data.eval"
         )
 
@@ -127,15 +127,15 @@ def _training_data(
     seen: CheckedGroups | None = None
     shown: PromptDataset | None = None
     if config.offline is None:
-        train, expected = _dataset(config, sources["data.train"], facts.tokenizer, room, "data.train")
+        train, expected = prompt_dataset(config, sources["data.train"], facts.tokenizer, room, "data.train")
         shown = train
     else:
         train, seen = _rollouts(config, sources["data.train"], facts, room)
         expected = seen.longest if seen.groups == seen.of else min(2 * seen.longest, room)
         if config.warmup is not None and config.warmup.data is None:
-            shown, _ = _dataset(config, sources["data.train"], facts.tokenizer, room, "data.train")
+            shown, _ = prompt_dataset(config, sources["data.train"], facts.tokenizer, room, "data.train")
     if "warmup.data" in sources:
-        shown, _ = _dataset(config, sources["warmup.data"], facts.tokenizer, room, "warmup.data")
+        shown, _ = prompt_dataset(config, sources["warmup.data"], facts.tokenizer, room, "warmup.data")
     return train, shown, expected, seen
 
 
@@ -154,7 +154,7 @@ def _check_reference(config: Config) -> None:
         )
 
 
-def _longest_prompt(config: Config, context: int) -> int:
+def longest_prompt(config: Config, context: int) -> int:
     """Most prompt tokens that leave room for a completion."""
     room = context - config.rollout.max_new_tokens
     if room < 1:
@@ -190,7 +190,7 @@ def _longest_held_out(config: Config, context: int, room: int) -> int:
     return min(room, context - new_tokens)
 
 
-def _dataset(config: Config, source: Source, tokenizer: Any, longest: int, key: str) -> tuple[PromptDataset, int]:
+def prompt_dataset(config: Config, source: Source, tokenizer: Any, longest: int, key: str) -> tuple[PromptDataset, int]:
     """The prompts of a source, checked, and the tokens of the longest one that is expected."""
     from strop.data.prompts import PromptDataset
 
