@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from strop import __version__
 from strop.cli_algorithms import algorithms
-from strop.errors import StropError, UserError
-
-if TYPE_CHECKING:
-    from strop.config import Config
+from strop.cli_options import DEBUG, Debug, Overrides, load, run_or_recipe
+from strop.cli_rollouts import replay, rollout
+from strop.errors import StropError
 
 
 class _Commands(TyperGroup):
@@ -34,17 +33,16 @@ class _Commands(TyperGroup):
                 raise
             _traceback(ctx)
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            hint = "" if ctx.meta.get(_DEBUG) else "\n  mend:  run the same command with --debug for the traceback"
+            hint = "" if ctx.meta.get(DEBUG) else "\n  mend:  run the same command with --debug for the traceback"
             _say(f"strop failed: {what}{hint}")
             raise typer.Exit(1) from None
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-_DEBUG = "strop.debug"
 
 
 def _traceback(ctx: typer.Context) -> None:
-    if ctx.meta.get(_DEBUG):
+    if ctx.meta.get(DEBUG):
         import traceback
 
         traceback.print_exc()
@@ -63,24 +61,11 @@ def _say(text: str) -> None:
     typer.secho(text, fg="red" if sys.stderr.isatty() else None, err=True)
 
 
-def _remember_debug(ctx: typer.Context, value: bool) -> None:
-    # `meta` is shared with the contexts of the groups around a command.
-    ctx.meta[_DEBUG] = value or ctx.meta.get(_DEBUG, False)
-
-
 def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"strop {__version__}")
         raise typer.Exit
 
-
-Debug = Annotated[
-    bool,
-    typer.Option("--debug", callback=_remember_debug, is_eager=True, help="Show the traceback when something fails."),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the recipe.")
-]
 
 app = typer.Typer(
     cls=_Commands,
@@ -140,7 +125,7 @@ def train(
       strop train recipes/quickstart.yaml rewards.verifiers.0.weight=2 'rollout.stop=["\\n"]'
       strop train recipes/quickstart.yaml --fresh
     """
-    settings = _load(recipe, overrides)
+    settings = load(recipe, overrides)
     from strop.loops.train import train as train_recipe
 
     train_recipe(settings, fresh=fresh, recipe=str(recipe))
@@ -165,10 +150,10 @@ def evaluate(
       strop eval runs/quickstart                       a run, by its own recipe
       strop eval recipes/smollm2-cpu.yaml --prompts 50 evaluation.samples=4 evaluation.temperature=1
     """
-    run, file = _run_or_recipe(recipe, "strop eval RECIPE --model {}")
+    run, file = run_or_recipe(recipe, "strop eval RECIPE --model {}")
     if run is not None:
         model = model or str(run)
-    settings = _load(file, overrides)
+    settings = load(file, overrides)
     from strop.loops.evaluate import evaluate_model
 
     scores = evaluate_model(settings, model=model, prompts=prompts)
@@ -202,75 +187,8 @@ def sample(
     chat(model, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, system=system)
 
 
-@app.command()
-def rollout(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write: a name in .jsonl or .parquet.")],
-    overrides: Overrides = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Only the first prompts, so many; else all.")] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Completions of each prompt; rollout.group_size when not set.")
-    ] = None,
-    checkpoint: Annotated[
-        int | None, typer.Option(min=0, help="Of a run: the step whose weights sample; the latest when not set.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Sample completions of the training prompts, score them, and write them to a file.
-
-    One row for each completion: texts, token ids, log-probabilities, reward, status, the columns of the data. `offline:`
-    in a recipe trains on such a file. The same command goes on with a file that was interrupted.
-
-    \b
-    Examples:
-      strop rollout recipes/quickstart.yaml --out sums.jsonl --prompts 100
-      strop rollout runs/quickstart --out sums.parquet --samples 16 rollout.temperature=0.7
-      strop rollout runs/quickstart --checkpoint 0 --out before.jsonl
-    """
-    run, file = _run_or_recipe(recipe, "strop rollout RECIPE model.path={}")
-    if checkpoint is not None and run is None:
-        raise UserError(
-            "--checkpoint is a step of a run, and this is a recipe",
-            where=f"--checkpoint {checkpoint}",
-            mend="name the run's folder, or set model.path",
-        )
-    settings = _load(file, overrides)
-    from strop.loops.rollout import rollout as write_rollouts
-
-    found = write_rollouts(settings, out, run=run, checkpoint=checkpoint, prompts=prompts, samples=samples, force=force)
-    typer.echo(f"{found.completions:,} completions of {found.prompts:,} prompts written to {found.path}")
-    if found.accuracy == found.accuracy:
-        typer.echo(f"accuracy           {found.accuracy:.1%}")
-    if found.reward == found.reward:
-        typer.echo(f"reward             {found.reward:.4f}")
-    typer.echo(f"completion length  {found.length:.1f} tokens")
-    if found.errors:
-        typer.echo(f"not verified       {found.errors} (their reward is null)")
-
-
-@app.command()
-def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
-    debug: Debug = False,
-) -> None:
-    """Train a step of a run again, without sampling, and compare.
-
-    Takes the checkpoint before the step and the completions that it was trained on, makes the update, and says whether
-    metrics and weights are bit-equal to those of the run (exit code 1 if not). The run's folder stays as it is.
-
-    \b
-    Example:
-      strop replay runs/quickstart --step 40
-    """
-    from strop.loops.replay import replay as train_again
-    from strop.loops.replay import shown
-
-    found = train_again(run, step)
-    typer.echo(shown(found))
-    if not found.equal:
-        raise typer.Exit(1)
+app.command()(rollout)
+app.command()(replay)
 
 
 class _Dtype(StrEnum):
@@ -365,7 +283,7 @@ def config_show(
     Example:
       strop config show recipes/quickstart.yaml algorithm.name=rloo
     """
-    settings = _load(recipe, overrides)
+    settings = load(recipe, overrides)
     from strop.cli_algorithms import listed
     from strop.config.loading import resolved_yaml
     from strop.loops.algorithm import make_algorithm
@@ -410,29 +328,6 @@ def config_schema(debug: Debug = False) -> None:
     from strop.config.explain import schema
 
     typer.echo(json.dumps(schema(), indent=2, ensure_ascii=False))
-
-
-def _run_or_recipe(given: Path, otherwise: str) -> tuple[Path | None, Path]:
-    """The run that was named, None if it was a recipe, and the file of the recipe.
-
-    Args:
-        otherwise: the command for a folder that is a model and not a run, with a place for its name.
-    """
-    if not given.is_dir():
-        return None, given
-    if not (given / "config.yaml").is_file():
-        raise UserError(
-            f"{given} is not the folder of a run: it has no config.yaml",
-            where=str(given.absolute()),
-            mend=f"for a model folder, name a recipe too: {otherwise.format(given)}",
-        )
-    return given, given / "config.yaml"
-
-
-def _load(recipe: Path, overrides: list[str] | None) -> Config:
-    from strop.config.loading import load_config
-
-    return load_config(recipe, overrides or [])
 
 
 def main() -> None:
