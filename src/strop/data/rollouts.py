@@ -51,8 +51,8 @@ class CheckedGroups:
 
     groups: looked at. of: there are. rows: of all groups. overlong: groups to be skipped. longest: tokens of the
     longest prompt. alone: groups with a single completion. greedy: groups with a baseline.
-    remade: completions that were tokenised, because the data has no ids. unknown, unknown_at: rows with characters that
-    the tokenizer does not know, and where the first of them is.
+    remade: completions that were tokenised, because the data has no ids. unknown, unknown_at: groups with texts that
+    hold characters the tokenizer does not know, and where the first of them is.
     """
 
     groups: int
@@ -225,7 +225,8 @@ class RolloutDataset:
             counts["alone"] += len(completions) == 1
             counts["greedy"] += group.baseline is not None
             counts["remade"] += 0 if self.has_ids else len(completions)
-            if unknown_token is not None and any(unknown_token in one.tokens for one in (group.prompt, *completions)):
+            texts = [*([] if self.has_prompt_ids else [group.prompt]), *([] if self.has_ids else completions)]
+            if unknown_token is not None and any(unknown_token in one.tokens for one in texts):
                 counts["unknown"] += 1
                 unknown_at = unknown_at or self.groups.location(i)
         if problem is not None and counts["overlong"] == first:

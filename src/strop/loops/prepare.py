@@ -212,7 +212,7 @@ def _rollouts(config: Config, source: Source, facts: ModelFacts, longest: int) -
     seen = dataset.check()
     if config.model.create is not None and seen.unknown:
         raise DataError(
-            f"{seen.unknown} of {seen.rows} completions hold characters that the new model's alphabet lacks",
+            f"{seen.unknown} of {seen.groups} groups hold characters that the new model's alphabet lacks",
             where=f"data.train: {seen.unknown_at}",
             mend="add them to model.create.characters",
         )
