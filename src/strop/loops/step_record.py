@@ -69,7 +69,8 @@ def records_beside(
 ) -> list[EpisodeRecord]:
     """Records of what was sampled for a step beside its groups: baselines, then the groups that were replaced, in the
     order in which they were."""
-    episodes = [*baselines.values(), *(episode for group in discarded for episode in group.episodes)]
+    compared = [baselines[number] for number in sorted(baselines)]
+    episodes = [*compared, *(episode for group in discarded for episode in group.episodes)]
     return [_record(episode, stream, prompts) for episode in episodes for stream in episode.streams()]
 
 
