@@ -273,6 +273,7 @@ async def test_without_any_the_completions_are_taken_as_the_policys_own() -> Non
         ({"algorithm.correction": {"veto": 0.1}}, "algorithm.correction.veto"),
         ({"algorithm.correction": {"off_policy": 0.1}}, "algorithm.correction.off_policy"),
         ({"algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"}, "algorithm.kl_in"),
+        ({"algorithm.name": "topr"}, "algorithm.name"),
     ],
 )
 def test_what_needs_them_is_refused(place: Path, changes: dict[str, Any], key: str) -> None:

@@ -115,7 +115,7 @@ def _needing_logprobs(algorithm: Any, demands: Demands) -> Iterator[UserError]:
         "algorithm.correction.veto": getattr(algorithm, "correction_veto", None) is not None,
         "algorithm.correction.off_policy": getattr(algorithm, "correction_off_policy", None) is not None,
         "algorithm.kl_in": bool(getattr(algorithm, "kl_coef", 0)) and getattr(algorithm, "kl_in", "loss") == "reward",
-        "algorithm.name": demands.teacher,
+        "algorithm.name": demands.teacher or getattr(algorithm, "needs_sampler", False),
     }
     for key, needed in needs.items():
         if needed:
