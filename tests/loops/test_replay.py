@@ -1,5 +1,5 @@
-"""`strop replay`: a stored step, trained again without sampling, comes out bit for bit, or it is said where not; and the
-run's folder is not touched.
+"""`strop replay`: a step trained again without sampling comes out bit for bit, or it is said where not; and nothing in
+the run's folder is touched.
 """
 
 from __future__ import annotations
