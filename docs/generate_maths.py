@@ -87,6 +87,11 @@ EXAMPLES: dict[str, list[str]] = {
     ],
     "reinforce": ["reinforce(new, a)"],
     "gspo": ["gspo(new, old, a, everyone, one)"],
+    "topr": [
+        "topr(new, old, -everyone.float(), everyone, one)",
+        "topr(new - 0.5, old, -everyone.float(), everyone, one)",
+        "topr(new - 0.5, old, everyone.float(), everyone, one)",
+    ],
     "gmpo": ["gmpo(new, old, a, everyone, one)"],
     "cispo": ["cispo(new, old, a)"],
     "sapo": ["sapo(new, old, a)"],

@@ -5,17 +5,16 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from strop import __version__
 from strop.cli_algorithms import algorithms
-from strop.errors import StropError, UserError
-
-if TYPE_CHECKING:
-    from strop.config import Config
+from strop.cli_options import DEBUG, Debug, Overrides, load, run_or_recipe
+from strop.cli_rollouts import replay, rollout
+from strop.errors import StropError
 
 
 class _Commands(TyperGroup):
@@ -34,17 +33,16 @@ class _Commands(TyperGroup):
                 raise
             _traceback(ctx)
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            hint = "" if ctx.meta.get(_DEBUG) else "\n  mend:  run the same command with --debug for the traceback"
+            hint = "" if ctx.meta.get(DEBUG) else "\n  mend:  run the same command with --debug for the traceback"
             _say(f"strop failed: {what}{hint}")
             raise typer.Exit(1) from None
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-_DEBUG = "strop.debug"
 
 
 def _traceback(ctx: typer.Context) -> None:
-    if ctx.meta.get(_DEBUG):
+    if ctx.meta.get(DEBUG):
         import traceback
 
         traceback.print_exc()
@@ -53,6 +51,8 @@ def _traceback(ctx: typer.Context) -> None:
 def _stopped(ctx: typer.Context) -> str:
     if ctx.invoked_subcommand == "train":
         return "stopped; the same command goes on from the last checkpoint"
+    if ctx.invoked_subcommand == "rollout":
+        return "stopped; the same command goes on behind the last prompts"
     return "stopped"
 
 
@@ -61,24 +61,11 @@ def _say(text: str) -> None:
     typer.secho(text, fg="red" if sys.stderr.isatty() else None, err=True)
 
 
-def _remember_debug(ctx: typer.Context, value: bool) -> None:
-    # `meta` is shared with the contexts of the groups around a command.
-    ctx.meta[_DEBUG] = value or ctx.meta.get(_DEBUG, False)
-
-
 def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"strop {__version__}")
         raise typer.Exit
 
-
-Debug = Annotated[
-    bool,
-    typer.Option("--debug", callback=_remember_debug, is_eager=True, help="Show the traceback when something fails."),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the recipe.")
-]
 
 app = typer.Typer(
     cls=_Commands,
@@ -114,6 +101,7 @@ def _strop(
       strop runs list                                  what ran
       strop sample runs/quickstart                     talk to what came out
       strop export runs/quickstart --out FOLDER        take the model out of the run
+      strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
     Find out:
       strop config explain rollout                     what the keys of a section do
       strop config show recipes/quickstart.yaml        a recipe with every default written out
@@ -137,7 +125,7 @@ def train(
       strop train recipes/quickstart.yaml rewards.verifiers.0.weight=2 'rollout.stop=["\\n"]'
       strop train recipes/quickstart.yaml --fresh
     """
-    settings = _load(recipe, overrides)
+    settings = load(recipe, overrides)
     from strop.loops.train import train as train_recipe
 
     train_recipe(settings, fresh=fresh, recipe=str(recipe))
@@ -162,17 +150,10 @@ def evaluate(
       strop eval runs/quickstart                       a run, by its own recipe
       strop eval recipes/smollm2-cpu.yaml --prompts 50 evaluation.samples=4 evaluation.temperature=1
     """
-    file = recipe
-    if recipe.is_dir():
-        file = recipe / "config.yaml"
-        if not file.is_file():
-            raise UserError(
-                f"{recipe} is not the folder of a run: it has no config.yaml",
-                where=str(recipe.absolute()),
-                mend=f"to score a model folder, name a recipe too: strop eval RECIPE --model {recipe}",
-            )
-        model = model or str(recipe)
-    settings = _load(file, overrides)
+    run, file = run_or_recipe(recipe, "strop eval RECIPE --model {}")
+    if run is not None:
+        model = model or str(run)
+    settings = load(file, overrides)
     from strop.loops.evaluate import evaluate_model
 
     scores = evaluate_model(settings, model=model, prompts=prompts)
@@ -204,6 +185,10 @@ def sample(
     from strop.loops.sample import chat
 
     chat(model, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, system=system)
+
+
+app.command()(rollout)
+app.command()(replay)
 
 
 class _Dtype(StrEnum):
@@ -298,7 +283,7 @@ def config_show(
     Example:
       strop config show recipes/quickstart.yaml algorithm.name=rloo
     """
-    settings = _load(recipe, overrides)
+    settings = load(recipe, overrides)
     from strop.cli_algorithms import listed
     from strop.config.loading import resolved_yaml
     from strop.loops.algorithm import make_algorithm
@@ -343,12 +328,6 @@ def config_schema(debug: Debug = False) -> None:
     from strop.config.explain import schema
 
     typer.echo(json.dumps(schema(), indent=2, ensure_ascii=False))
-
-
-def _load(recipe: Path, overrides: list[str] | None) -> Config:
-    from strop.config.loading import load_config
-
-    return load_config(recipe, overrides or [])
 
 
 def main() -> None:

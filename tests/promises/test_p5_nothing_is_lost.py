@@ -221,3 +221,20 @@ def test_killed_with(
     same(quiet / "runs" / "recipe", killed / "runs" / "recipe")
     if "warmup" in changes:
         assert lines(killed / "runs" / "recipe", "warmup") == list(range(1, 21))
+
+
+def test_killed_while_learning_from_a_file(tmp_path: Path, nursery: Callable[[Path], Process]) -> None:
+    """Recorded completions: the order of the groups, and ratios against computed log-probabilities of the start."""
+    from strop.config.loading import load_config
+    from strop.loops.rollout import rollout
+
+    file = tmp_path / "rollouts.parquet"
+    rollout(load_config(None, data=recipe()), file, prompts=10)
+    data = long_recipe(**{"data": {"train": {"path": str(file)}}, "offline": {"logprobs": "compute"}, "run.steps": 9})
+    del data["rewards"], data["rollout"]["group_size"], data["evaluation"]
+    quiet, killed = (write(tmp_path / name, data) for name in ("quiet", "killed"))
+    for step in (4, 7):
+        kill_at(nursery(killed), killed / "runs" / "recipe", step)
+    assert nursery(killed).wait() == 0, (killed / "output.txt").read_text()
+    assert nursery(quiet).wait() == 0, (quiet / "output.txt").read_text()
+    same(quiet / "runs" / "recipe", killed / "runs" / "recipe")

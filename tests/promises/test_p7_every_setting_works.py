@@ -94,6 +94,15 @@ def examples(method: str, **changes: Any) -> dict[str, Any]:
     return found
 
 
+def recorded(path: str = "rollouts.jsonl", **changes: Any) -> dict[str, Any]:
+    """A recipe that learns from completions in a file."""
+    found = recipe(**{"data": {"train": {"path": path}}, "offline": {}})
+    del found["rewards"], found["rollout"]["group_size"]
+    for key, value in changes.items():
+        put(found, key, value)
+    return found
+
+
 METHODS = ("sft", "dpo", "cdpo", "simpo", "kto", "reward_model", "process_reward")
 
 CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -158,6 +167,11 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "warmup": lambda: recipe(warmup=WARMUP),
     "warmup falling": lambda: recipe(warmup={**WARMUP, "optimizer": {**WARMUP["optimizer"], "schedule": "linear"}}),
     **{f"examples of {method}": lambda method=method: examples(method) for method in METHODS},
+    "recorded": recorded,
+    "recorded as texts": lambda: recorded("texts.jsonl", **{"offline.logprobs": "none"}),
+    "recorded and evaluated": lambda: recorded(
+        **{"data.eval": HELD_OUT, "rewards": {"verifiers": [{"kind": "regex", "pattern": "[0-4]$"}]}}
+    ),
     "conversations": lambda: examples("sft", model={"path": "chat"}),
     "often saved": lambda: recipe(**{"checkpoint.every": 1}),
     **{
@@ -349,6 +363,18 @@ TABLE: dict[str, Case] = {
     "supervised.desirable_weight": Case(2.0, context="examples of kto"),
     "supervised.undesirable_weight": Case(2.0, context="examples of kto"),
     "supervised.centre": Case(0.5, context="examples of reward_model"),
+    "offline.columns.group": Case("other_group", context="recorded"),
+    "offline.columns.prompt_ids": Case("other_prompt_ids", context="recorded"),
+    "offline.columns.completion": Case("other_completion", context="recorded as texts"),
+    "offline.columns.completion_ids": Case("other_completion_ids", context="recorded"),
+    "offline.columns.logprobs": Case("other_logprobs", context="recorded"),
+    "offline.columns.reward": Case("other_reward", context="recorded"),
+    "offline.columns.status": Case("other_status", context="recorded"),
+    "offline.columns.temperature": Case(
+        "other_temperature", "refused", "recorded", says=r"sampled at temperature 0\.5, and rollout\.temperature is 1"
+    ),
+    "offline.logprobs": Case("none", context="recorded"),
+    "offline.rewards": Case("verify", context="recorded and evaluated"),
     "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
     "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
     "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
@@ -437,8 +463,32 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setattr("strop.data.huggingface._hub_answers", lambda: False)
     patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
     patch.syspath_prepend(str(folder / "modules"))
+    _rollouts(folder)
     yield folder
     patch.undo()
+
+
+def _rollouts(folder: Path) -> None:
+    """Completions of the plain recipe, in which every column has another one beside it."""
+    from strop.config.loading import load_config
+    from strop.loops.rollout import rollout
+
+    rollout(load_config(None, data=recipe()), "made.jsonl", prompts=10)
+    rows = [json.loads(line) for line in (folder / "made.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        ids = row["completion_ids"]
+        row["other_group"] = row["group"] if row["sample"] < 2 else f"{row['group']} too"
+        row["other_prompt_ids"] = row["prompt_ids"][::-1]
+        row["other_completion"] = str(number % 7)
+        row["other_completion_ids"] = [3 + (token + number) % 9 for token in ids]
+        row["other_logprobs"] = [logprob / 2 for logprob in row["logprobs"]]
+        row["other_reward"] = number % 3
+        row["other_status"] = "verifier_error" if number % 5 == 0 else "stop"
+        row["other_temperature"] = 0.5
+        row["completion"] = str(number % 5)
+    write_rows(folder / "rollouts.jsonl", rows)
+    names = ("prompt", "completion", "other_completion", "reward", "group", "status")
+    write_rows(folder / "texts.jsonl", [{name: row[name] for name in names} for row in rows])
 
 
 def _datasets(folder: Path, rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:

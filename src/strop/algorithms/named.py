@@ -14,7 +14,7 @@ from strop.algorithms.dialects import DIALECTS, preset
 from strop.algorithms.distillation import reverse_kl_advantages
 from strop.algorithms.estimators import remax, token_rewards
 from strop.algorithms.policy_gradient import PolicyGradient, choice_of, resolved, shown, to_tokens, trained
-from strop.algorithms.policy_losses import Metrics, cispo, gspo, value_loss
+from strop.algorithms.policy_losses import Metrics, cispo, gspo, topr, value_loss
 from strop.algorithms.sampling_rules import WithoutSpread
 
 LossKind = Literal["ppo_clip", "reinforce"]
@@ -72,6 +72,24 @@ class REINFORCE(PolicyGradient):
     baseline: Baseline = "none"
     loss_kind: LossKind = "reinforce"
     aggregation: Mode = "sequence_mean_token_sum"
+
+
+@dataclass(kw_only=True)
+class TOPR(PolicyGradient):
+    """Tapered off-policy REINFORCE: arXiv 2503.14286.
+
+    For completions of another policy. A = r - mean of the group; REINFORCE, in which a completion with a negative
+    advantage counts as much as the policy would still sample it, at most once: w = min(1, ratio of the whole sequence).
+    """
+
+    name: str = field(default="topr", init=False)
+    needs_sampler: ClassVar[bool] = True
+    fixed: ClassVar[tuple[str, ...]] = ("loss_kind", "clip_low", "clip_high", "dual_clip")
+    identity: ClassVar[tuple[str, ...]] = ("aggregation",)
+    aggregation: Mode = "sequence_mean_token_sum"
+
+    def policy_loss(self, logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        return topr(logprobs, old_logprobs, trained(batch.advantages), batch.loss_mask, batch.seq_ids)
 
 
 @dataclass(kw_only=True)
@@ -286,6 +304,7 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
     "dr_grpo": DrGRPO,
     "rloo": RLOO,
     "reinforce": REINFORCE,
+    "topr": TOPR,
     "dapo": DAPO,
     "gspo": GSPO,
     "cispo": CISPO,
@@ -398,6 +417,7 @@ __all__ = [
     "PPO",
     "REINFORCE",
     "RLOO",
+    "TOPR",
     "DrGRPO",
     "MaxRL",
     "ReMax",

@@ -85,6 +85,8 @@ class PolicyGradient:
     """Whether `values` must be filled before `advantages`, which then fills `returns`."""
     needs_greedy: ClassVar[bool] = False
     """Whether `greedy_rewards` must be filled before `advantages`."""
+    needs_sampler: ClassVar[bool] = False
+    """Whether it makes no sense without the log-probabilities of whoever sampled."""
     needs_teacher: ClassVar[bool] = False
     """Whether `teacher_logprobs` must be filled before `advantages`."""
     fixed: ClassVar[tuple[str, ...]] = ()

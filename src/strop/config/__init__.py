@@ -13,6 +13,7 @@ from strop.config.algorithm import AlgorithmSettings
 from strop.config.base import StrictModel
 from strop.config.data import DataSettings
 from strop.config.model import ModelSettings
+from strop.config.offline import OfflineSettings
 from strop.config.rewards import RewardSettings
 from strop.config.rollout import RolloutSettings
 from strop.config.run import CheckpointSettings, EvaluationSettings, HardwareSettings, RunSettings, TrackingSettings
@@ -28,7 +29,7 @@ class Config(StrictModel):
     data: DataSettings
     """Where prompts come from."""
     rewards: RewardSettings | None = None
-    """What a completion is worth; needed unless the recipe is supervised."""
+    """What a completion is worth; needed unless the recipe is supervised, or offline with recorded rewards."""
     supervised: SupervisedSettings | None = None
     """Learn from examples instead of from sampled completions; none when not set."""
     algorithm: AlgorithmSettings = AlgorithmSettings()
@@ -43,6 +44,8 @@ class Config(StrictModel):
     """Supervised steps before reinforcement learning; none when not set."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """When and how held-out prompts are scored."""
+    offline: OfflineSettings | None = None
+    """Learn from completions that were sampled before; none when not set."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """When the state is saved."""
     tracking: TrackingSettings = TrackingSettings()
@@ -54,13 +57,17 @@ class Config(StrictModel):
 
     @model_validator(mode="after")
     def _one_source_of_truth(self) -> Self:
-        if self.supervised is None and self.rewards is None:
+        if self.supervised is None and self.offline is None and self.rewards is None:
             raise ValueError(
                 "`rewards` is missing: reinforcement learning needs to know what a completion is worth (or set "
                 "`supervised`, to learn from examples)"
             )
         if self.supervised is not None and self.rewards is not None:
             raise ValueError("`rewards` and `supervised` exclude each other: examples are not scored")
+        if self.supervised is not None and self.offline is not None:
+            raise ValueError("`offline` and `supervised` exclude each other: examples have no rewards to learn from")
+        if self.offline is not None and self.offline.rewards == "verify" and self.rewards is None:
+            raise ValueError("offline.rewards is `verify`, and there is no `rewards` to say what a completion is worth")
         return self
 
     @model_validator(mode="after")

@@ -56,6 +56,7 @@ class AlgorithmSettings(StrictModel):
             "cispo",
             "rloo",
             "reinforce",
+            "topr",
             "reinforce_pp",
             "reinforce_pp_baseline",
             "remax",

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from strop.config.training import OptimizerSettings
 from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
+from strop.data.rollouts import RolloutDataset
 from strop.loops.algorithm import demands_of
 from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
@@ -26,6 +27,7 @@ from strop.rollout.admission import Admission
 from strop.rollout.collector import Collector
 from strop.rollout.engine import SampleSettings
 from strop.rollout.engines.local import LocalEngine
+from strop.rollout.recorded import RecordedCollector
 from strop.tracking.atomic import replacing
 from strop.training.single import SingleDeviceTrainer
 
@@ -88,7 +90,7 @@ def make_trainer(
         chunk=config.training.logprob_chunk,
         parts=config.training.mini_batches if reinforcement else 1,
         epochs=config.training.epochs if reinforcement else 1,
-        reference=reinforcement and prepared.algorithm.needs_reference,
+        reference=reinforcement and prepared.needs_reference,
         recompute=config.model.activation_checkpointing,
     )
 
@@ -114,18 +116,29 @@ def make_publisher(roles: Roles, engine: LocalEngine) -> SharedPublisher:
 
 
 def make_stream(prepared: Prepared) -> PromptStream:
-    """Training prompts in the order of the run's seed."""
-    config = prepared.config
-    return PromptStream(
-        prepared.train, Cursor(prepared.train.source, seed=config.run.seed, shuffle=config.data.shuffle)
-    )
+    """Training prompts, or groups of completions, in the order of the run's seed."""
+    config, train = prepared.config, prepared.train
+    source: Any = train.groups if isinstance(train, RolloutDataset) else train.source
+    return PromptStream(train, Cursor(source, seed=config.run.seed, shuffle=config.data.shuffle))
 
 
 def make_collector(
     prepared: Prepared, roles: Roles, engine: LocalEngine, stream: PromptStream, progress: Any
-) -> Collector:
-    rollout = prepared.config.rollout
+) -> Collector | RecordedCollector:
+    """Where the groups of a step come from."""
+    rollout, offline = prepared.config.rollout, prepared.config.offline
     demands = demands_of(prepared.algorithm)
+    if offline is not None:
+        return RecordedCollector(
+            lambda: stream.next()[0],
+            prepared.scorer if offline.rewards == "verify" else None,
+            # A warm-up has changed the weights, so no completion is their own.
+            fingerprint=roles.loaded.fingerprint if prepared.config.warmup is None else "none",
+            admission=Admission(rollout.groups_per_step, rollout.max_staleness),
+            worth=has_spread if demands.without_spread == "resample" else None,
+            max_refills=demands.max_refills,
+            greedy=demands.greedy,
+        )
     return Collector(
         engine,
         prepared.scorer,

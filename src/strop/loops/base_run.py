@@ -57,11 +57,7 @@ class BaseRun(ABC):
         Raises:
             UserError: the run cannot be gone on with; nothing was written.
         """
-        torch.set_num_threads(prepared.hardware.threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        set_seed(prepared.config.run.seed)
+        settle(prepared)
         display = make_display(prepared.config.tracking)
         try:
             roles, others = cls._load(prepared)
@@ -226,6 +222,15 @@ class BaseRun(ABC):
             before=self.before or None,
             history=opened.history,
         )
+
+
+def settle(prepared: Any) -> None:
+    """Threads, determinism and seeds: what has to be the same before the first number is computed."""
+    torch.set_num_threads(prepared.hardware.threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    set_seed(prepared.config.run.seed)
 
 
 def _parameters(model: Any) -> str:

@@ -14,6 +14,7 @@ from strop.errors import UserError
 from strop.loops.assembly import Roles
 from strop.loops.prepare import Prepared
 from strop.tracking.display import Display
+from strop.tracking.episodes import drop_episodes_after
 from strop.tracking.metrics import MetricsWriter, read_metrics
 from strop.tracking.run_directory import RunDirectory
 from strop.tracking.trackers import open_trackers
@@ -110,8 +111,6 @@ def _opened(directory: RunDirectory, config: Config, display: Display, checkpoin
         metrics.truncate_after(-1)
     else:
         metrics.truncate_after(step)
-        for path in directory.episodes_folder.glob("step-*.parquet"):
-            if int(path.stem.removeprefix("step-")) > step:
-                path.unlink()
+        drop_episodes_after(directory.episodes_folder, step)
     history = [record.metrics for record in read_metrics(directory.metrics_path, kind="train")]
     return OpenedFolder(directory, metrics, checkpoint, state, history)

@@ -12,6 +12,8 @@ from typing import Any
 
 from strop.config import Config
 from strop.config.data import DataSource
+from strop.config.offline import RolloutColumns
+from strop.config.rollout import RolloutSettings
 from strop.config.run import EvaluationSettings
 from strop.config.training import OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
@@ -30,6 +32,8 @@ def check_idle(config: Config) -> None:
 def _idle(config: Config) -> Iterator[UserError]:
     if config.supervised is not None:
         yield from _idle_beside_examples(config)
+    if config.offline is not None:
+        yield from _idle_beside_rollouts(config)
     if config.data.eval is None:
         default = EvaluationSettings()
         for name in EvaluationSettings.model_fields:
@@ -75,6 +79,36 @@ def _idle_beside_examples(config: Config) -> Iterator[UserError]:
                 key = f"{section}.{name}" if section else name
                 mend = "set supervised.max_tokens" if key == "data.max_prompt_tokens" else ""
                 yield _problem(key, "with `supervised`: nothing is sampled", mend)
+
+
+def _idle_beside_rollouts(config: Config) -> Iterator[UserError]:
+    """Settings of sampling, where only held-out prompts are sampled, if any."""
+    assert config.offline is not None
+    names = {"group_size": "with `offline`: a group is as large as it is in the data"}
+    if config.data.eval is None:
+        without = "with `offline` and no held-out prompts: nothing is sampled"
+        names |= {"stop": without, "engine": without}
+    default = RolloutSettings()
+    for name, why in names.items():
+        if getattr(config.rollout, name) != getattr(default, name):
+            usual = f" (set it to {default.group_size}, where another recipe sets it)" if name == "group_size" else ""
+            yield UserError(f"`rollout.{name}` has no effect {why}", where=f"rollout.{name}", mend="remove it" + usual)
+    verified = config.offline.rewards == "verify"
+    if config.rewards is not None and not verified and config.data.eval is None:
+        yield _problem(
+            "rewards", "with recorded rewards and no held-out prompts", "set offline.rewards: verify, or add data.eval"
+        )
+    if config.rewards is None and config.data.eval is not None:
+        yield UserError(
+            "held-out prompts are sampled and scored, and there is no `rewards` to score them",
+            where="data.eval",
+            mend="add `rewards`, or remove data.eval",
+        )
+    columns, usual_columns = config.offline.columns, RolloutColumns()
+    if columns.reward != usual_columns.reward and verified:
+        yield _problem("offline.columns.reward", "with offline.rewards: verify")
+    if columns.logprobs != usual_columns.logprobs and config.offline.logprobs != "recorded":
+        yield _problem("offline.columns.logprobs", f"with offline.logprobs: {config.offline.logprobs}")
 
 
 def optimizers_of(config: Config) -> dict[str, OptimizerSettings]:

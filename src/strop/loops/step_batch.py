@@ -112,12 +112,16 @@ def fill(
     return metrics
 
 
-def mismatch(batch: TokenBatch) -> dict[str, float]:
-    """How far trainer and sampler disagree, for a batch that has been trained: no pass of its own is needed.
+def mismatch(batch: TokenBatch, *, recorded: bool = False) -> dict[str, float]:
+    """How far trainer and sampler disagree, for a batch that has been trained: no pass of its own is needed. Empty
+    where nobody knows what the sampler thought.
 
-    The policy before the first update is `old_logprobs`, or with a single update what that update saw.
+    The policy before the first update is `old_logprobs`, or with a single update what that update saw; also where
+    `old_logprobs` are the `recorded` ones, the sampler's own.
     """
-    policy = batch.extra["logprobs"] if batch.old_logprobs is None else batch.old_logprobs
+    if bool(torch.isnan(batch.sampler_logprobs[batch.loss_mask]).any()):
+        return {}
+    policy = batch.extra["logprobs"] if recorded or batch.old_logprobs is None else batch.old_logprobs
     _, _, metrics = importance_weights(policy, batch.sampler_logprobs, batch.loss_mask, batch.seq_ids)
     return _numbers(metrics)
 

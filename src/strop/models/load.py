@@ -130,6 +130,16 @@ def inspect_model(settings: ModelSettings) -> ModelFacts:
     return _facts(tokenizer, _end_tokens(folder), context, settings.path, folder)
 
 
+def vocabulary_size(facts: ModelFacts) -> int:
+    """How many tokens a model knows, without its weights; a head may have rows that its tokenizer has no text for."""
+    known = max(facts.tokenizer.get_vocab().values(), default=-1) + 1
+    if facts.folder is None:
+        return known
+    config = read_json(facts.folder / "config.json")
+    sizes = [section.get("vocab_size") for section in (config, config.get("text_config") or {})]
+    return max([known, *(size for size in sizes if isinstance(size, int))])
+
+
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of anything `resolve_model` understands."""
     folder = path if isinstance(path, Path) else resolve_model(path)

@@ -98,10 +98,10 @@ class RunDirectory:
     As a context manager it closes the run: "finished" after the block, "interrupted" on Ctrl-C, "failed" on an error.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, lock: RunLock) -> None:
+    def __init__(self, path: Path, manifest: Manifest, lock: RunLock | None) -> None:
         self.path = path
         self.manifest = manifest
-        self._lock: RunLock | None = lock
+        self._lock = lock
 
     @classmethod
     def create(
@@ -181,6 +181,15 @@ class RunDirectory:
             lock.release()
             raise
         return run
+
+    @classmethod
+    def read(cls, path: str | Path) -> RunDirectory:
+        """Look at a run without holding it; nothing may be written through what this returns.
+
+        Raises:
+            UserError: there is no run.
+        """
+        return cls(Path(path), read_manifest(Path(path)), None)
 
     @staticmethod
     def latest(folder: str | Path, name: str) -> Path | None:

@@ -193,7 +193,8 @@ class SingleDeviceTrainer:
         seen = []
         denominators = objective.denominators(batch)
         trained = int(batch.loss_mask.sum())
-        first = first and bool((batch.versions >= 0).any())
+        sampled = batch.sampler_logprobs[batch.versions >= 0]
+        first = first and not bool(torch.isnan(sampled).all())
         for micro in self._cut(batch, objective):
             with running(self.model, micro.inputs.attention):
                 values, found, terms, entropy = self._loss(micro, objective, denominators)
