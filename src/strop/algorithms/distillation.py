@@ -153,7 +153,7 @@ def mixture(logprobs: Tensor, weights: Sequence[float]) -> Tensor:
     Returns:
         float32 (float64 for float64 input) [...].
 
-    Source: logarithmic scores of linear opinion pools, M. Stone, The Opinion Pool (1961).
+    Source: the linear opinion pool, M. Stone, The Opinion Pool, Annals of Mathematical Statistics 32 (1961).
     """
     if len(weights) != logprobs.shape[0] or not all(weight > 0 for weight in weights):
         raise ValueError(f"{logprobs.shape[0]} teachers need as many weights above 0, got {list(weights)}")
