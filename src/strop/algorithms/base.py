@@ -70,8 +70,9 @@ class Algorithm(Objective, Protocol):
     """An objective of reinforcement learning.
 
     It may have more, which `loops/algorithm.py` reads where it is there: `needs_old_logprobs`, `needs_greedy` and
-    `needs_teacher`, which ask for a field of the batch; `needs_targets` with `top_k`, which ask for more of the teacher; `correct(batch)`, called before `advantages`; and the rules of
-    sampling `overlong_filter`, `without_spread` and `max_refills`.
+    `needs_teacher`, which ask for a field of the batch; `needs_targets` with `top_k`, which ask for more of the
+    teacher; `correct(batch)`, called before `advantages`; and the rules of sampling `overlong_filter`, `without_spread`
+    and `max_refills`.
     """
 
     name: str

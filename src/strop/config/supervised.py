@@ -53,9 +53,10 @@ class SupervisedSettings(StrictModel):
     `rewards`, and `run.steps` counts optimizer updates. A setting of `null` is the method's own choice."""
 
     method: Method = "sft"
-    """`sft` (supervised fine-tuning), `distillation` (from teachers, on given texts), `reward_model` (scores, by Bradley-Terry or, for rankings, Plackett-Luce),
-    `process_reward` (a score for each step of a solution), or a way of optimising preferences: `dpo`, `cdpo`,
-    `robust_dpo`, `ipo`, `simpo`, `orpo`, and `kto` for completions judged one by one."""
+    """`sft` (supervised fine-tuning), `distillation` (from teachers, on given texts), `reward_model` (scores, by
+    Bradley-Terry or, for rankings, Plackett-Luce), `process_reward` (a score for each step of a solution), or a way of
+    optimising preferences: `dpo`, `cdpo`, `robust_dpo`, `ipo`, `simpo`, `orpo`, and `kto` for completions judged one by
+    one."""
     batch_size: PositiveInt = 32
     """Rows in one step."""
     max_tokens: PositiveInt | Auto = "auto"

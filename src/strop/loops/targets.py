@@ -13,6 +13,7 @@ from strop.config import Config
 from strop.config.supervised import SupervisedSettings
 from strop.config.teachers import TeacherSettings
 from strop.data.examples import CHECK_FIRST_ROWS, ExampleDataset, ExampleRow
+from strop.data.fingerprints import file_fingerprint
 from strop.data.prompts import OverlongPrompt
 from strop.data.targets import TargetsFile, example_fingerprint, tokenizer_fingerprint
 from strop.errors import DataError, UserError
@@ -21,11 +22,21 @@ from strop.models.load import ModelFacts, resolve_model
 
 if TYPE_CHECKING:
     from strop.algorithms.batch import TokenBatch
+    from strop.loops.assembly import Roles
+    from strop.loops.prepare_examples import PreparedExamples
     from strop.loops.teacher import Teachers
 
 
 class TargetSource(Protocol):
-    """Whoever fills `extra["target_ids"]` and `extra["target_logprobs"]` of a batch."""
+    """Whoever fills `extra["target_ids"]` and `extra["target_logprobs"]` of a batch. fingerprint: names what it will
+    say, so that a run that goes on learns from the same."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def describe(self) -> str:
+        """In a few words, for people."""
+        ...
 
     def fill(self, batch: TokenBatch, rows: Sequence[ExampleRow]) -> None:
         """batch: that of the rows, see `supervised_run.batch_of`."""
@@ -34,10 +45,19 @@ class TargetSource(Protocol):
 
 @dataclass(frozen=True)
 class AskedTargets:
-    """Teachers in memory are asked for each batch. k: tokens that are told apart."""
+    """Teachers in memory are asked for each batch. k: tokens that are told apart. names, fingerprints: of each."""
 
     teachers: Teachers
     k: int
+    names: Sequence[str]
+    fingerprints: Sequence[str]
+
+    @property
+    def fingerprint(self) -> str:
+        return " ".join(self.fingerprints)
+
+    def describe(self) -> str:
+        return ", ".join(self.names)
 
     def fill(self, batch: TokenBatch, rows: Sequence[ExampleRow]) -> None:
         self.teachers.fill_targets(batch, self.k)
@@ -49,6 +69,14 @@ class StoredTargets:
 
     file: TargetsFile
     k: int
+
+    @property
+    def fingerprint(self) -> str:
+        return file_fingerprint(self.file.path)
+
+    def describe(self) -> str:
+        named = ", ".join(record.path for record in self.file.header.teachers)
+        return f"{named}, as they are in {self.file.path}"
 
     def fill(self, batch: TokenBatch, rows: Sequence[ExampleRow]) -> None:
         """Raises DataError if the file lacks an example; the error names its row."""
@@ -66,6 +94,36 @@ class StoredTargets:
             return self.file.read(example_fingerprint(example.tokens, example.loss_mask), self.k)
         except KeyError:
             raise _absent(self.file, row) from None
+
+
+def target_source(prepared: PreparedExamples, roles: Roles) -> TargetSource | None:
+    """What the objective of a recipe learns from, beside the texts; None where that is nothing."""
+    objective = prepared.objective
+    if not getattr(objective, "needs_targets", False):
+        return None
+    if prepared.stored is not None:
+        return StoredTargets(prepared.stored, objective.top_k)
+    from strop.loops.teacher import load_teachers, named_teachers
+
+    fingerprints: list[str] = []
+    teachers = load_teachers(
+        prepared,
+        temperature=objective.temperature,
+        budget=lambda _: roles.sizes.tokens_per_micro_batch,
+        fingerprints=fingerprints,
+    )
+    names = [teacher.path for teacher in named_teachers(prepared.config)[1]]
+    return AskedTargets(teachers, objective.top_k, names, fingerprints)
+
+
+def check_unchanged(source: TargetSource | None, fingerprint: str | None) -> None:
+    """Raise UserError if a run that goes on would learn from other teachers or targets than before."""
+    if source is not None and source.fingerprint != fingerprint:
+        raise UserError(
+            f"what the run learns from has changed since its checkpoint: {source.describe()}",
+            where="supervised.targets" if isinstance(source, StoredTargets) else "supervised.teachers",
+            mend="bring back what it was to go on with this run, or start a new one with --fresh",
+        )
 
 
 def check_stored(

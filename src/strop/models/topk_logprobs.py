@@ -124,7 +124,7 @@ def _gradient_of_targets(log_p: Tensor, targets: Tensor, g: Tensor, h: Tensor | 
 def _gradient_of_topk(scaled: Tensor, ids: Tensor, norms: tuple[Tensor, Tensor | None], g: Tensor) -> Tensor:
     """[n, V] of the scaled logits, which are used up, for the gradients g [n, K + 1] of the events.
 
-    With p the softmax: d log p_i / d z_j = [i = j] - p_j, and d log p_tail / d z_j = [j in the tail] p_j / p_tail - p_j.
+    With p the softmax, d log p_i / d z_j = [i = j] - p_j, and of the tail [j in the tail] p_j / p_tail - p_j.
     """
     norm, tail_norm = norms
     k = ids.shape[1]

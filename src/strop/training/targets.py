@@ -15,8 +15,8 @@ def forward_on_targets(
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities, entropy) [N] of the trained tokens; call it inside `running(model, ...)`.
 
-    What the student says of the targets' events goes into the micro-batch, `extra["student_logprobs"]` [T, K + 1] with a
-    graph, and beside it `extra["hits"]` and `extra["agreement"]` [T].
+    What the student says of the targets' events goes into the micro-batch: `extra["student_logprobs"]` [T, K + 1] with
+    a graph, and beside it `extra["hits"]` and `extra["agreement"]` [T].
 
     Args:
         temperatures: of the trained tokens, and of the targets.
