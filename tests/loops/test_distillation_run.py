@@ -196,11 +196,12 @@ def test_a_student_becomes_its_teacher(stored: bool) -> None:
     wrong = [{**row, "answer": str(int(row["answer"]) % 9 + 1)} for row in rows]
     Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in wrong))
     shutil.copy("train.jsonl", "eval.jsonl")
-    config = config_of("run.steps=150", "checkpoint.every=1000", teachers=[{"path": "good"}], batch_size=16, top_k=4)
+    overrides = ["run.steps=150", "checkpoint.every=1000", "training.optimizer.schedule=cosine"]
+    config = config_of(*overrides, teachers=[{"path": "good"}], batch_size=16, top_k=4)
     summary = strop.train(taught(config) if stored else config)
     assert summary.before["agreement"] < 0.4
-    assert summary.after["agreement"] > 0.85
-    assert summary.after["divergence"] < summary.before["divergence"] / 10
+    assert summary.after["agreement"] > 0.9
+    assert summary.after["divergence"] < summary.before["divergence"] / 50
     assert summary.after["agreement"] > summary.after["token_accuracy"] + 0.2
 
 
@@ -328,7 +329,7 @@ def test_the_file_must_be_that_of_the_recipe() -> None:
         with pytest.raises(error, match=says):
             strop.train(config_of("run.name=bad", **changes))
     with pytest.raises(DataError, match="another tokenizer"):
-        strop.train(config_of(f"model.create.characters={CHARACTERS} ", "run.name=bad", **good))
+        strop.train(config_of(f"model.create.characters='{CHARACTERS} '", "run.name=bad", **good))
 
 
 def test_a_teacher_that_changed_since_is_noticed() -> None:
@@ -459,17 +460,17 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], says: st
 
 
 @pytest.mark.parametrize(
-    ("teachers", "says"),
+    ("named", "says"),
     [
         ([{"path": "nowhere"}], "nowhere"),
         ([{"path": "good"}, {"path": "foreign"}], "another tokenizer than the student"),
     ],
 )
-def test_teachers_that_cannot_be_used_are_refused(teachers: list[dict[str, str]], says: str) -> None:
+def test_teachers_that_cannot_be_used_are_refused(named: list[dict[str, str]], says: str) -> None:
     with pytest.raises(ModelError, match=says):
-        strop.train(config_of(teachers=teachers))
+        strop.train(config_of(teachers=named))
     with pytest.raises(ModelError, match=says):
-        teach(config_of(teachers=teachers), out=Path("t.parquet"))
+        teach(config_of(teachers=named), out=Path("t.parquet"))
     assert not Path("runs").exists()
     assert not Path("t.parquet").exists()
 
