@@ -113,7 +113,10 @@ def event_divergence(
 
     Source: GKD (arXiv 2306.13649) eq. 1 to 3 and section 2.
     """
-    check_divergence(kind, beta)
+    if kind not in ("forward_kl", "reverse_kl", "jensen_shannon"):
+        raise ValueError(f"unknown divergence {kind!r}")
+    if not 0 < beta < 1:
+        raise ValueError(f"jsd_beta must lie between 0 and 1, it is {beta}")
     inside = torch.isfinite(widen(teacher_logprobs)).any(-1) if mask is None else mask.bool()
     student = torch.where(inside[..., None], widen(logprobs), 0.0)
     teacher = torch.where(inside[..., None], widen(teacher_logprobs.detach()), 0.0).clamp(min=-EXP_LIMIT)
@@ -128,17 +131,6 @@ def event_divergence(
         result = beta * (teacher.exp() * (teacher - middle)).sum(-1)
         result = result + (1 - beta) * (student.exp() * (student - middle)).sum(-1)
     return hide(result, inside, mask)
-
-
-def check_divergence(kind: str, beta: float) -> None:
-    """Raise ValueError for a divergence that is not one.
-
-    Source: GKD (arXiv 2306.13649) section 2.
-    """
-    if kind not in ("forward_kl", "reverse_kl", "jensen_shannon"):
-        raise ValueError(f"unknown divergence {kind!r}")
-    if not 0 < beta < 1:
-        raise ValueError(f"jsd_beta must lie between 0 and 1, it is {beta}")
 
 
 def mixture(logprobs: Tensor, weights: Sequence[float]) -> Tensor:

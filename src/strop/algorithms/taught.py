@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.batch import TokenBatch
-from strop.algorithms.distillation import Divergence, check_divergence, reverse_kl_advantages
+from strop.algorithms.distillation import Divergence, reverse_kl_advantages
 from strop.algorithms.policy_gradient import PolicyGradient, trained
 from strop.algorithms.policy_losses import Metrics
 from strop.algorithms.targets import distillation_loss
@@ -59,7 +59,6 @@ class GKD(PolicyGradient):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        check_divergence(self.divergence, self.jsd_beta)
         if self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, it is {self.top_k}")
         super().__post_init__()
