@@ -90,7 +90,7 @@ def examples(method: str, **changes: Any) -> dict[str, Any]:
     )
     del found["rewards"], found["rollout"]
     for key, value in changes.items():
-        put(found, key, value)
+        put(found, key, copy.deepcopy(value))
     return found
 
 
