@@ -1,4 +1,4 @@
-"""What is lost where a teacher's distribution is told by its K likeliest tokens and a tail, and what a file of it takes.
+"""What is lost where a teacher's distribution is told by its K likeliest tokens and a tail, and the bytes of a file.
 
 Teacher and student are SmolLM2-135M, the student with noise on every matrix, of a share of that matrix's own deviation.
 The texts are this repository's pages. For each K: the teacher's probability of the K (`coverage`), each divergence as a
@@ -173,9 +173,7 @@ def files(teacher: Any, streams: list[Any], ks: list[int]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         for k in ks:
             path = Path(folder) / f"{k}.parquet"
-            header = TargetsHeader(
-                k=k, temperature=1.0, vocabulary=teacher.config.vocab_size, tokenizer="", teachers=()
-            )
+            header = TargetsHeader(k, 1.0, teacher.config.vocab_size, tokenizer="", teachers=())
             with TargetsWriter(path, header) as writer:
                 for number, stream in enumerate(streams):
                     q = logits_of(teacher, stream).log_softmax(-1)
@@ -197,7 +195,7 @@ def seconds(teacher: Any, options: argparse.Namespace) -> dict[str, float]:
     hidden = torch.randn(options.tokens, width, generator=draw).requires_grad_()
     weight = (torch.randn(vocabulary, width, generator=draw) * width**-0.5).requires_grad_()
     targets = torch.randint(vocabulary, (options.tokens,), generator=draw)
-    ids = torch.stack([torch.randperm(vocabulary, generator=draw)[: options.k[-1]][:64] for _ in range(options.tokens)])
+    ids = torch.stack([torch.randperm(vocabulary, generator=draw)[:64] for _ in range(options.tokens)])
 
     def timed(function: Any) -> float:
         started = time.perf_counter()
