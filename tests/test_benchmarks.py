@@ -72,6 +72,19 @@ def test_logprobs_in_chunks_have_the_same_gradients(tmp_path: Path) -> None:
     assert found["chunked"]["peak_mib"] > 0
 
 
+def test_more_tokens_told_apart_lose_less(tmp_path: Path) -> None:
+    numbers = smoke("distillation", tmp_path / "r.json")
+    assert numbers["seconds"].keys() == {"logprobs", "topk"}
+    few, many = (numbers["noise_0.3"][k] for k in ("4", "16"))
+    assert few["coverage"] < many["coverage"] < 1
+    for kind in ("forward_kl", "reverse_kl", "jensen_shannon"):
+        assert few[kind]["share_of_whole"] < many[kind]["share_of_whole"] <= 1
+        assert few[kind]["gradient_error"] > many[kind]["gradient_error"]
+        assert numbers["noise_0.3"]["16 float16"][kind]["share_of_whole"] == pytest.approx(
+            many[kind]["share_of_whole"], abs=0.01
+        )
+
+
 def test_strops_side_of_a_grpo_step_splits_its_time(tmp_path: Path) -> None:
     from strop.config.model import NewModel
     from strop.models.create import create_model

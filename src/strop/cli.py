@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -129,6 +130,51 @@ def train(
     from strop.loops.train import train as train_recipe
 
     train_recipe(settings, fresh=fresh, recipe=str(recipe))
+
+
+@app.command()
+def teach(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe of `supervised.method: distillation`.")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write it; `supervised.targets` when not given.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Ask a recipe's teachers about its data once, and keep what they say in a file.
+
+    Training from that file (`supervised.targets`) needs no teacher.
+
+    \b
+    Examples:
+      strop teach recipes/distill-tiny.yaml --out targets.parquet
+      strop train recipes/distill-tiny.yaml supervised.targets=targets.parquet
+    """
+    settings = load(recipe, overrides)
+    from strop.loops.teach import teach as ask_teachers
+
+    found = ask_teachers(settings, out=out, progress=_rows_done())
+    typer.echo(str(found.path))
+    each = found.size / max(1, found.tokens)
+    typer.echo(f"{found.examples:,} examples, {found.tokens:,} trained tokens, the {found.k} likeliest told for each")
+    typer.echo(f"{found.size / 2**20:.1f} MiB, {each:.0f} bytes a trained token; {found.seconds:.0f} s")
+    if found.skipped:
+        typer.echo(f"{found.skipped:,} rows were too long and left out")
+
+
+def _rows_done() -> Callable[[int, int], None]:
+    """Says on standard error how many rows are done, every ten seconds."""
+    import time
+
+    last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 10:
+            last = time.monotonic()
+            typer.echo(f"{done:,} of {total:,} rows", err=True)
+
+    return show
 
 
 @app.command("eval")

@@ -90,7 +90,7 @@ def examples(method: str, **changes: Any) -> dict[str, Any]:
     )
     del found["rewards"], found["rollout"]
     for key, value in changes.items():
-        put(found, key, value)
+        put(found, key, copy.deepcopy(value))
     return found
 
 
@@ -103,6 +103,7 @@ def recorded(path: str = "rollouts.jsonl", **changes: Any) -> dict[str, Any]:
     return found
 
 
+DISTILLED = {"model": {"path": "first"}, "supervised.teachers": [{"path": "second"}]}
 METHODS = ("sft", "dpo", "cdpo", "simpo", "kto", "reward_model", "process_reward")
 
 CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -132,6 +133,13 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "own": lambda: recipe(algorithm={"name": "own_algorithm:Own", "arguments": {"strength": 1.0}}),
     "taught": lambda: recipe(
         model={"path": "first"}, **{"algorithm.name": "opd", "algorithm.teacher": "second"}
+    ),
+    "taught whole": lambda: recipe(
+        model={"path": "first"}, **{"algorithm.name": "gkd", "algorithm.teacher": "second"}
+    ),
+    "taught by two": lambda: recipe(
+        model={"path": "first"},
+        **{"algorithm.name": "opd", "algorithm.teachers": [{"path": "second"}, {"path": "chat"}]},
     ),
     "critic": lambda: recipe(
         **{
@@ -171,6 +179,16 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "recorded as texts": lambda: recorded("texts.jsonl", **{"offline.logprobs": "none"}),
     "recorded and evaluated": lambda: recorded(
         **{"data.eval": HELD_OUT, "rewards": {"verifiers": [{"kind": "regex", "pattern": "[0-4]$"}]}}
+    ),
+    "distilled": lambda: examples("distillation", **DISTILLED),
+    "distilled between": lambda: examples(
+        "distillation", **{**DISTILLED, "supervised.divergence": "jensen_shannon"}
+    ),
+    "distilled by two": lambda: examples(
+        "distillation", **{**DISTILLED, "supervised.teachers": [{"path": "second"}, {"path": "chat"}]}
+    ),
+    "distilled from a file": lambda: examples(
+        "distillation", **{"model": {"path": "first"}, "supervised.targets": "targets.parquet"}
     ),
     "conversations": lambda: examples("sft", model={"path": "chat"}),
     "often saved": lambda: recipe(**{"checkpoint.every": 1}),
@@ -300,6 +318,11 @@ TABLE: dict[str, Case] = {
     "algorithm.dialect": Case("prime_rl"),
     "algorithm.arguments": Case({"strength": 2.0}, context="own"),
     "algorithm.teacher": Case("chat", context="taught"),
+    "algorithm.teachers[].path": Case("first", context="taught by two"),
+    "algorithm.teachers[].weight": Case(5.0, context="taught by two"),
+    "algorithm.divergence": Case("forward_kl", context="taught whole"),
+    "algorithm.jsd_beta": Case(0.1, context="taught whole"),
+    "algorithm.top_k": Case(2, context="taught whole"),
     "algorithm.scale_eps": Case(0.1),
     "algorithm.gamma": Case(0.5, context="discounted"),
     "algorithm.whiten_unbiased": Case(False, context="discounted"),
@@ -375,6 +398,16 @@ TABLE: dict[str, Case] = {
     ),
     "offline.logprobs": Case("none", context="recorded"),
     "offline.rewards": Case("verify", context="recorded and evaluated"),
+    "supervised.reference": Case("precomputed", "files", "examples of dpo", steady=True),
+    "supervised.neftune_alpha": Case(5.0, context="examples of sft"),
+    "supervised.teachers[].path": Case("chat", context="distilled"),
+    "supervised.teachers[].weight": Case(5.0, context="distilled by two"),
+    "supervised.targets": Case("other-targets.parquet", context="distilled from a file"),
+    "supervised.divergence": Case("reverse_kl", context="distilled"),
+    "supervised.jsd_beta": Case(0.1, context="distilled between"),
+    "supervised.top_k": Case(2, context="distilled"),
+    "supervised.temperature": Case(3.0, context="distilled"),
+    "supervised.cross_entropy_weight": Case(0.5, context="distilled"),
     "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
     "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
     "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
@@ -464,6 +497,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
     patch.syspath_prepend(str(folder / "modules"))
     _rollouts(folder)
+    _targets()
     yield folder
     patch.undo()
 
@@ -535,6 +569,16 @@ def _models(folder: Path) -> None:
     )
 
 
+def _targets() -> None:
+    """What two teachers say of the examples."""
+    from strop.config.loading import load_config
+    from strop.loops.teach import teach
+
+    for name, teacher in (("targets", "second"), ("other-targets", "chat")):
+        data = examples("distillation", **{**DISTILLED, "supervised.teachers": [{"path": teacher}]})
+        teach(load_config(None, data=data), out=Path(f"{name}.parquet"))
+
+
 # --- the walk ------------------------------------------------------------------------------------------------------
 
 _BASES: dict[str, Seen] = {}
@@ -548,7 +592,7 @@ def base_of(context: str, capture: Callable[[], str]) -> Seen:
 
 def changed(leaf: str, case: Case) -> dict[str, Any]:
     data = CONTEXTS[case.context]()
-    key = re.sub(r"\[\w+\]", ".0", leaf)
+    key = re.sub(r"\[\w*\]", ".0", leaf)
     # A verifier of another kind has other keys, so the whole entry is replaced.
     put(
         data,

@@ -11,11 +11,11 @@ from strop.algorithms.advantages import Baseline, Observations, Scale, discounte
 from strop.algorithms.aggregation import Mode
 from strop.algorithms.batch import TokenBatch
 from strop.algorithms.dialects import DIALECTS, preset
-from strop.algorithms.distillation import reverse_kl_advantages
 from strop.algorithms.estimators import remax, token_rewards
 from strop.algorithms.policy_gradient import PolicyGradient, choice_of, resolved, shown, to_tokens, trained
 from strop.algorithms.policy_losses import Metrics, cispo, gspo, topr, value_loss
 from strop.algorithms.sampling_rules import WithoutSpread
+from strop.algorithms.taught import GKD, OPD
 
 LossKind = Literal["ppo_clip", "reinforce"]
 
@@ -278,27 +278,6 @@ class PPO(PolicyGradient):
         return False
 
 
-@dataclass(kw_only=True)
-class OPD(PolicyGradient):
-    """On-policy distillation: https://thinkingmachines.ai/blog/on-policy-distillation, arXiv 2306.13649.
-
-    A = the teacher's log-probability of each sampled token less the policy's own; rewards are only reported.
-    """
-
-    name: str = field(default="opd", init=False)
-    needs_teacher: ClassVar[bool] = True
-    fixed: ClassVar[tuple[str, ...]] = (
-        "baseline", "scale", "scale_eps", "kl_in", "overlong_penalty", "overlong_buffer"
-    )  # fmt: skip
-
-    def advantages(self, batch: TokenBatch) -> Tensor:
-        policy = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        return reverse_kl_advantages(policy, trained(batch.teacher_logprobs), mask=batch.loss_mask)
-
-    def compares_groups(self) -> bool:
-        return False
-
-
 ALGORITHMS: dict[str, type[PolicyGradient]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
@@ -314,6 +293,7 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
     "ppo": PPO,
     "maxrl": MaxRL,
     "opd": OPD,
+    "gkd": GKD,
 }
 
 
@@ -411,6 +391,7 @@ __all__ = [
     "ALGORITHMS",
     "CISPO",
     "DAPO",
+    "GKD",
     "GRPO",
     "GSPO",
     "OPD",

@@ -89,6 +89,8 @@ class PolicyGradient:
     """Whether it makes no sense without the log-probabilities of whoever sampled."""
     needs_teacher: ClassVar[bool] = False
     """Whether `teacher_logprobs` must be filled before `advantages`."""
+    needs_targets: ClassVar[bool] = False
+    """Whether the teacher's whole distributions must be there: see `algorithms/targets.py`."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Choices that the algorithm does not leave open."""
     identity: ClassVar[tuple[str, ...]] = ()
@@ -372,4 +374,5 @@ def empty_batch() -> TokenBatch:
         values=reals,
         teacher_logprobs=reals,
         greedy_rewards=reals,
+        extra={name: torch.zeros(0, 2) for name in ("target_logprobs", "student_logprobs")},
     )

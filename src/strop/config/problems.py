@@ -102,7 +102,8 @@ def _problem(path: Path, annotation: Any, detail: dict[str, Any], data: Any, loc
     if kind in ("value_error", "assertion_error"):
         return _refused(path, detail, value, annotation, locate)
     if path and isinstance(path[-1], int) and keys.models_of(annotation):
-        expected = "a section with a `kind`"
+        kinds = [kind for _, kind in keys.kinds_of(annotation) if kind]
+        expected = "a section with a `kind`" if kinds else "a section"
     else:
         expected = keys.describe(annotation)
     return UserError(

@@ -272,6 +272,11 @@ class PromptStream:
                 if passed >= 2 * len(self._cursor):
                     raise _all_overlong("every prompt is", error) from error
 
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, that the last prompt was of."""
+        return self._cursor.epoch
+
     def state(self) -> dict[str, Any]:
         """What `load` needs, as JSON-ready values."""
         return {"cursor": self._cursor.state(), "skipped": self.skipped}

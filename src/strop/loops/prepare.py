@@ -100,10 +100,10 @@ def prepare(config: Config) -> Prepared:
 
         assert shown is not None
         check_answers(shown, facts.tokenizer)
-    if config.algorithm.teacher is not None:
-        from strop.loops.teacher import check_teacher
+    if config.algorithm.teacher is not None or config.algorithm.teachers:
+        from strop.loops.teacher import check_teachers
 
-        check_teacher(config, facts, expected + config.rollout.max_new_tokens)
+        check_teachers(config, facts, expected + config.rollout.max_new_tokens)
     return Prepared(
         config,
         hardware,

@@ -19,7 +19,7 @@ from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
 from strop.loops.prepare import Prepared
 from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
-from strop.loops.teacher import Teacher, load_teacher
+from strop.loops.teacher import Teachers, load_teacher
 from strop.loops.warmup import warmup_steps
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
@@ -41,7 +41,7 @@ class Run(BaseRun):
         roles: assembly.Roles,
         opened: OpenedFolder,
         display: Display,
-        teacher: Teacher | None = None,
+        teacher: Teachers | None = None,
     ) -> None:
         super().__init__(prepared, roles, opened, display)
         self.engine = assembly.make_engine(prepared, roles)

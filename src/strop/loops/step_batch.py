@@ -16,7 +16,7 @@ from strop.algorithms.corrections import importance_weights
 from strop.algorithms.sampling_rules import overlong_filter
 from strop.errors import RunFailure
 from strop.loops.algorithm import Demands
-from strop.loops.teacher import Teacher
+from strop.loops.teacher import Teachers
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.training.batching import token_batch
 
@@ -89,7 +89,7 @@ def lay_out(
 
 
 def fill(
-    batch: TokenBatch, algorithm: Any, demands: Demands, trainer: Any, teacher: Teacher | None, critic: Critic | None
+    batch: TokenBatch, algorithm: Any, demands: Demands, trainer: Any, teacher: Teachers | None, critic: Critic | None
 ) -> dict[str, float]:
     """Ask the roles for their log-probabilities, correct for the sampler, compute advantages; returns metrics."""
     if demands.reference:
@@ -99,7 +99,11 @@ def fill(
     metrics: dict[str, float] = {}
     if demands.teacher:
         assert teacher is not None, "the recipe was not checked"
-        batch.teacher_logprobs = teacher.logprobs(batch)
+        if demands.targets:
+            teacher.fill_targets(batch, demands.targets)
+        else:
+            batch.teacher_logprobs = teacher.logprobs(batch)
+        assert batch.teacher_logprobs is not None
         inside = batch.loss_mask
         gap = (batch.sampler_logprobs - batch.teacher_logprobs)[inside]
         metrics["kl/teacher"] = float(gap.mean()) if len(gap) else 0.0

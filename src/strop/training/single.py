@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +19,12 @@ from strop.config.training import OptimizerSettings
 from strop.models.attention import running
 from strop.models.forward import packed_hidden, packed_logprobs, score_streams
 from strop.models.logprobs import Entropy
+from strop.models.neftune import embedding_noise, noisy_embeddings
 from strop.models.scalar import packed_scores
 from strop.training.batching import MicroBatch, micro_batches, mini_batches
 from strop.training.optimizer import MasterOptimizer
 from strop.training.protocol import Role
+from strop.training.targets import forward_on_targets
 from strop.training.update_rules import outer_weights
 
 Head = Literal["logprobs", "score", "value"]
@@ -41,6 +43,8 @@ class SingleDeviceTrainer:
         recompute: recompute the blocks' activations in the backward pass.
         head: what the model gives for a trained token: its log-probability, or for a model with a scalar head
             (`models/scalar.py`) the number at the token itself ("score") or at the one before it ("value").
+        neftune_alpha: size of the noise on the embeddings while training (`models/neftune.py`); the batches then have
+            `draw_keys`. 0 is none.
     """
 
     def __init__(
@@ -57,10 +61,12 @@ class SingleDeviceTrainer:
         reference: bool = False,
         recompute: bool = False,
         head: Head = "logprobs",
+        neftune_alpha: float = 0.0,
     ) -> None:
         self.model: Any = model
         self.device = next(model.parameters()).device
         self._head = head
+        self._neftune_alpha = neftune_alpha
         self._temperature = temperature
         self._budget = budget
         self._chunk = chunk
@@ -194,9 +200,10 @@ class SingleDeviceTrainer:
         denominators = objective.denominators(batch)
         trained = int(batch.loss_mask.sum())
         sampled = batch.sampler_logprobs[batch.versions >= 0]
-        first = first and not bool(torch.isnan(sampled).all())
-        for micro in self._cut(batch, objective):
-            with running(self.model, micro.inputs.attention):
+        first = first and len(sampled) > 0 and not bool(torch.isnan(sampled).all())
+        # Noise belongs to a sequence, so none may be computed together with another.
+        for micro in self._cut(batch, objective, share=not self._neftune_alpha):
+            with running(self.model, micro.inputs.attention), self._noise(micro):
                 values, found, terms, entropy = self._loss(micro, objective, denominators)
                 if len(micro.trained):
                     torch.stack(list(terms.values())).sum().backward()
@@ -207,21 +214,39 @@ class SingleDeviceTrainer:
         totals.updated(self.optimizer.step())
         return seen
 
-    def _cut(self, batch: TokenBatch, objective: Objective) -> list[MicroBatch]:
+    def _cut(self, batch: TokenBatch, objective: Objective, *, share: bool = True) -> list[MicroBatch]:
         whole = getattr(objective, "whole_groups", False)
-        return micro_batches(batch, self._budget, self.device, whole_groups=whole)
+        return micro_batches(batch, self._budget, self.device, whole_groups=whole, share=share)
+
+    def _noise(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """NEFTune's noise on the embeddings of what is computed inside, where it is asked for."""
+        if not self._neftune_alpha:
+            return nullcontext()
+        batch = micro.batch
+        assert batch.draw_keys is not None, "noise is drawn for each sequence by its key, and the batch has none"
+        assert micro.inputs.tokens == len(batch.input_ids), "the packed row is not the flat batch"
+        width = int(self.model.get_input_embeddings().weight.shape[1])
+        keys, update = batch.draw_keys.tolist(), self.optimizer.updates
+        noise = embedding_noise(batch.lengths().tolist(), width, self._neftune_alpha, keys=keys, update=update)
+        return noisy_embeddings(self.model, noise.to(self.device))
 
     def _loss(
         self, micro: MicroBatch, objective: Objective, denominators: Mapping[str, float]
     ) -> tuple[Tensor, LossTerms, dict[str, Tensor], Tensor | None]:
         """(what the model gave [N], what the objective made of it, its terms as numbers, entropy [T])."""
-        hits = None
-        if getattr(objective, "needs_hits", False):
-            hits = torch.zeros(len(micro.trained), device=self.device)
         wanted = _entropy_of(objective)
-        values, spread = self._forward(self.model, micro, wanted, hits)
-        if hits is not None:
-            micro.batch.extra["hits"] = micro.scatter(hits)
+        if getattr(objective, "needs_targets", False):
+            temperatures = self._temperature, getattr(objective, "targets_temperature", self._temperature)
+            values, spread = forward_on_targets(
+                self.model, micro, temperatures=temperatures, chunk=self._chunk, entropy=wanted
+            )
+        else:
+            hits = None
+            if getattr(objective, "needs_hits", False):
+                hits = torch.zeros(len(micro.trained), device=self.device)
+            values, spread = self._forward(self.model, micro, wanted, hits)
+            if hits is not None:
+                micro.batch.extra["hits"] = micro.scatter(hits)
         entropy = micro.scatter(spread) if wanted != "none" else None
         found = objective.loss(micro.batch, micro.scatter(values), entropy)
         terms = {
