@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Share, StrictModel
+from strop.config.base import ModelPath, NonNegativeFloat, PositiveFloat, PositiveInt, Share, StrictModel
 
 OwnClass = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
@@ -70,7 +70,7 @@ class AlgorithmSettings(StrictModel):
     """Fill in what the algorithm's paper leaves open as this framework does; a key that is set here wins."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a class of your own."""
-    teacher: str | None = None
+    teacher: ModelPath | None = None
     """The model that `opd` learns from: whatever `model.path` may be, with the same tokenizer."""
     baseline: Literal["mean", "leave_one_out", "none"] | None = None
     """What is subtracted from a reward: the mean of its group, the mean of the others, or nothing."""

@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from strop.config import Config
 from strop.config.base import StrictModel
 from strop.config.elsewhere import mend_for
+from strop.config.pipeline import KEYS as PIPELINE_KEYS
 from strop.errors import UserError
 
 
@@ -52,9 +53,37 @@ class Place:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, with the description and default of every key."""
+    """The JSON schema of a recipe, with the description and default of every key. With `stages` it is a pipeline."""
     found = Config.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "strop recipe"}
+    properties, required = found["properties"], found.pop("required")
+    extends = {
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "description": "Files that are read first; what is written here is merged over them.",
+    }
+    # What a recipe has to have may come from another file, so only a recipe that extends none must have it itself.
+    part = {"type": "object", "properties": {**properties, "extends": extends}, "additionalProperties": False}
+    found["$defs"]["Part"] = {**part, "description": "Some keys of a recipe."}
+    below = {"$ref": "#/$defs/Part"}
+    of_pipeline: dict[str, Any] = {
+        "name": {"type": ["string", "null"]},
+        "defaults": {"anyOf": [below, {"type": "null"}]},
+        "stages": {"type": "object", "additionalProperties": {"anyOf": [below, {"type": "null"}]}},
+    }
+    for name, entry in of_pipeline.items():
+        entry["description"] = PIPELINE_KEYS[name]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **found,
+        "properties": {**properties, "extends": extends, **of_pipeline},
+        "if": {"required": ["stages"]},
+        "then": {"propertyNames": {"enum": ["extends", *of_pipeline]}},
+        "else": {
+            "propertyNames": {"not": {"enum": list(of_pipeline)}},
+            "if": {"required": ["extends"]},
+            "else": {"required": required},
+        },
+        "title": "strop recipe",
+    }
 
 
 def leaves() -> list[Leaf]:
@@ -75,6 +104,10 @@ def explain(key: str) -> str:
     Raises:
         UserError: there is no such key; the mend names the nearest one.
     """
+    if key in PIPELINE_KEYS:
+        return _of_pipeline(key)
+    # The keys of a stage are those of any recipe.
+    key = re.sub(r"^(?:stages\.[A-Za-z][\w-]*|defaults)(?:\.|$)", "", key)
     found = find(key) if key else Place("", Config, None, _text(Config.__doc__), True)
     if found is None:
         near = nearest(key)
@@ -92,7 +125,30 @@ def explain(key: str) -> str:
     for title, rows in _tables(found):
         width = max(len(name) for name, _ in rows)
         lines += ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    if not key:
+        lines += ["", "A file with `stages` chains several recipes: `strop config explain stages`."]
     return "\n".join(lines)
+
+
+_A_PIPELINE = """\
+defaults:
+  run: {folder: runs, seed: 1}
+stages:
+  sft: {extends: sft.yaml}
+  judge:
+    extends: judge.yaml
+    model: {path: "stage:sft"}
+  ppo:
+    extends: ppo.yaml
+    model: {path: "stage:sft"}
+    rewards: {verifiers: [{kind: reward_model, path: "stage:judge"}]}"""
+
+
+def _of_pipeline(key: str) -> str:
+    """The page of a key that only pipelines have."""
+    lines = [key, *(f"  {line}" for line in PIPELINE_KEYS[key].splitlines()), "", "a pipeline:"]
+    lines += [f"  {line}" for line in _A_PIPELINE.splitlines()]
+    return "\n".join([*lines, "", "Override keys of a stage as stages.NAME.KEY=VALUE, of all as defaults.KEY=VALUE."])
 
 
 def find(key: str) -> Place | None:
