@@ -16,8 +16,9 @@ from strop.config.model import ModelSettings
 from strop.errors import ModelError
 from strop.loops.assembly import Roles
 from strop.loops.prepare import Prepared
+from strop.models.find import resolve_model
 from strop.models.folder import is_scalar_folder
-from strop.models.load import load_model, load_scalar_model, resolve_model
+from strop.models.load import load_model, load_scalar_model
 from strop.models.scalar import with_scalar_head
 from strop.training.single import SingleDeviceTrainer
 

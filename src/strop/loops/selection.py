@@ -75,7 +75,8 @@ def ranking(evaluations: Evaluations, settings: WatchedMetric) -> list[tuple[int
     """(step, score) of the evaluations that gave a score, best first; of equal ones the earlier comes first."""
     sign = _sign(settings)
     scored = [(step, scores.get(_name(settings), math.nan)) for step, scores in evaluations]
-    return sorted(((s, value) for s, value in scored if not math.isnan(value)), key=lambda one: (-sign * one[1], one[0]))
+    known = [(step, value) for step, value in scored if not math.isnan(value)]
+    return sorted(known, key=lambda one: (-sign * one[1], one[0]))
 
 
 def stop_reason(evaluations: Evaluations, settings: EarlyStopSettings | None) -> str:

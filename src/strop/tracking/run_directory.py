@@ -30,8 +30,10 @@ class Manifest:
 
     id: random and permanent, the identity of the run for other trackers. series, number: runs of one name count up;
     the folder is `series` or `series-number`. parent: the run that this one started from. data, model: what the caller
-    knows of them (paths, fingerprints). trackers: ids that other trackers gave to this run. scores: "before" and
-    "after" evaluations. error: why it failed.
+    knows of them (paths, fingerprints). inputs: the models that the run began with or asks, by the key that names
+    them: path, folder, fingerprint, and of a model that strop trained the run's id and the checkpoint. trackers: ids
+    that other trackers gave to this run. scores: "before" and "after" evaluations. best: metric, step and score of the
+    best checkpoint. stopped: why it ended before its last step. error: why it failed.
     """
 
     id: str
@@ -51,8 +53,11 @@ class Manifest:
     git: dict[str, Any] | None = None
     command: list[str] = field(default_factory=list)
     parent: str | None = None
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     trackers: dict[str, str] = field(default_factory=dict)
     scores: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    stopped: str = ""
     error: str = ""
 
     @property
@@ -117,6 +122,7 @@ class RunDirectory:
         model: Mapping[str, Any] | None = None,
         command: Sequence[str] | None = None,
         parent: str | None = None,
+        inputs: Mapping[str, dict[str, str]] | None = None,
     ) -> RunDirectory:
         """Start a new run: `folder/name`, or `folder/name-2`, `-3`, … if runs of that name exist.
 
@@ -151,6 +157,7 @@ class RunDirectory:
                 git=git_state(Path.cwd()),
                 command=list(sys.argv if command is None else command),
                 parent=parent,
+                inputs=dict(inputs or {}),
             )
             path, manifest = _take_name(temporary, root, manifest)
         except BaseException as error:
@@ -176,7 +183,7 @@ class RunDirectory:
         try:
             # Read again under the lock: the process that just let go of it may have changed the manifest.
             run = cls(where, read_manifest(where), lock)
-            run.update(status="running", ended=None, error="", resumed=[*run.manifest.resumed, now()])
+            run.update(status="running", ended=None, error="", stopped="", resumed=[*run.manifest.resumed, now()])
         except BaseException:
             lock.release()
             raise
@@ -217,10 +224,12 @@ class RunDirectory:
         _write(self.path / "run.json", manifest.to_json())
         self.manifest = manifest
 
-    def write_config(self, config_yaml: str, *, config_hash: str, steps: int) -> None:
+    def write_config(
+        self, config_yaml: str, *, config_hash: str, steps: int, inputs: Mapping[str, dict[str, str]]
+    ) -> None:
         """Replace the configuration of a run that goes on with another one (more steps, for instance)."""
         _write(self.config_path, config_yaml)
-        self.update(config_hash=config_hash, steps=steps)
+        self.update(config_hash=config_hash, steps=steps, inputs=dict(inputs))
 
     def close(self, status: RunStatus = "finished", *, error: str = "") -> None:
         """Note how the run ended and let go of the lock; a second call does nothing."""
