@@ -108,7 +108,7 @@ def evaluation_settings(config: Config) -> SampleSettings:
 
 
 def evaluate_model(config: Config, *, model: str | None = None, prompts: int | None = None) -> Scores:
-    """Score a model on a recipe's held-out prompts, with the recipe's rewards and evaluation settings.
+    """Score a model on a recipe's held-out prompts, with the recipe's evaluation settings and the verifiers of those.
 
     Args:
         config: the recipe. model: a model to score instead of the recipe's: a folder, a run, or a name.
@@ -117,7 +117,7 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
     Raises:
         UserError: the recipe has no held-out prompts, or something in it cannot work.
     """
-    from strop.loops.prepare import prepare
+    from strop.loops.prepare import held_out_rewards, prepare
 
     if config.data.eval is None:
         raise UserError("the recipe has no held-out prompts", where="data.eval", mend="add a dataset there")
@@ -125,6 +125,10 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         # The run's own model: its adapters are merged, and its warm-up is behind it.
         settings = ModelSettings(path=model, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
         config = config.model_copy(update={"model": settings, "warmup": None})
+    if config.rewards is not None:
+        # A reward model that only training asks need not be there.
+        evaluation = config.evaluation.model_copy(update={"verifiers": None, "correct_at": 1.0})
+        config = config.model_copy(update={"rewards": held_out_rewards(config), "evaluation": evaluation})
     prepared = prepare(config)
     from strop.loops import assembly
 

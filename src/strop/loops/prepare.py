@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
+from strop.config.rewards import RewardSettings
 from strop.errors import ConfigError, DataError, UserError
 from strop.loops.algorithm import make_algorithm
 from strop.loops.idle import check_idle, check_optimizers
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """A recipe whose parts have all been found and fit together. longest: tokens of the longest sequence expected."""
+    """A recipe whose parts have all been found and fit together. longest: tokens of the longest sequence expected.
+    scorer: of training; held_out_scorer: of the evaluations, the same unless the recipe has verifiers for these."""
 
     config: Config
     hardware: Hardware
@@ -30,6 +32,7 @@ class Prepared:
     demonstrations: PromptDataset
     held_out: PromptDataset | None
     scorer: Scorer
+    held_out_scorer: Scorer
     algorithm: Algorithm
     longest: int
 
@@ -56,7 +59,9 @@ def prepare(config: Config) -> Prepared:
     from strop.tracking.trackers import check_trackers
 
     check_trackers(config.tracking)
-    scorer = build_scorer(config.rewards)
+    scorer = held_out_scorer = build_scorer(config.rewards)
+    if config.evaluation.verifiers is not None:
+        held_out_scorer = build_scorer(held_out_rewards(config), key="evaluation.verifiers")
     given = {
         "data.train": config.data.train,
         "warmup.data": config.warmup.data if config.warmup is not None else None,
@@ -91,9 +96,22 @@ def prepare(config: Config) -> Prepared:
         from strop.loops.teacher import check_teacher
 
         check_teacher(config, facts, expected + config.rollout.max_new_tokens)
-    return Prepared(
-        config, hardware, facts, train, shown, held_out, scorer, algorithm, expected + config.rollout.max_new_tokens
-    )
+    if config.critic.path is not None:
+        from strop.loops.critic import check_critic
+
+        check_critic(config.critic.path, facts)
+    longest = expected + config.rollout.max_new_tokens
+    return Prepared(config, hardware, facts, train, shown, held_out, scorer, held_out_scorer, algorithm, longest)
+
+
+def held_out_rewards(config: Config) -> RewardSettings:
+    """What held-out completions are worth: the verifiers of the evaluation where it has its own, else those of training
+    (which are there). Time-outs, retries and the like are the same for both."""
+    assert config.rewards is not None
+    if config.evaluation.verifiers is None:
+        return config.rewards
+    own = {"verifiers": config.evaluation.verifiers, "correct_at": config.evaluation.correct_at}
+    return config.rewards.model_copy(update=own)
 
 
 def _check_reference(config: Config) -> None:

@@ -170,6 +170,7 @@ class Run(BaseRun):
         await self.collector.close()
         await self.engine.close()
         await self.prepared.scorer.close()
+        await self.prepared.held_out_scorer.close()
         await super().close(error)
 
     # What the verbs stand on.
@@ -200,6 +201,8 @@ class Run(BaseRun):
     @classmethod
     def _load(cls, prepared: Prepared) -> tuple[assembly.Roles, dict[str, Any]]:
         prepared.scorer.load()
+        if prepared.held_out is not None:
+            prepared.held_out_scorer.load()
         roles = assembly.load_roles(prepared)
         return roles, {"teacher": load_teacher(prepared, roles)}
 
@@ -224,7 +227,7 @@ class Run(BaseRun):
     async def _score_held_out(self) -> dict[str, float]:
         scores, episodes = await evaluate(
             self.engine,
-            self.prepared.scorer,
+            self.prepared.held_out_scorer,
             self.roles.tokenizer,
             self.prepared.held_out,
             evaluation_settings(self.config),
