@@ -44,7 +44,7 @@ def print_pipeline(console: Console, folder: Path) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def finished_line(folder: Path, stage: str, run: Path) -> str:
+def finished_line(stage: str, run: Path) -> str:
     """What is said of a stage that is done already."""
     manifest = read_manifest(run)
     scores = _scores(manifest)
