@@ -40,14 +40,13 @@ def plan(config: PipelineConfig, folder: Path, again: set[str]) -> dict[str, Act
             continue
         if changing := [name for name in inputs(recipe) if actions[name] != "skip"]:
             how = "anew" if actions[changing[0]] == "begin" else "further"
-            raise UserError(
-                f"stage {stage}: it was trained from what stage {changing[0]} had made, which is now to be trained {how}",
-                where=str(run),
-                mend=_mend(stage),
-            )
-        with in_stage(stage, mend=_mend(stage)):
+            what = f"it was trained from what stage {changing[0]} had made, which is now to be trained {how}"
+            raise UserError(f"stage {stage}: {what}", where=str(run), mend=_mend(stage))
+        with in_stage(stage):
             settled = settle(config, stage, folder, manifest)
-            check_same(run, settled, inputs_of(settled))
+            models = inputs_of(settled)
+        with in_stage(stage, mend=_mend(stage)):
+            check_same(run, settled, models)
         actions[stage] = "skip" if _is_done(run, settled) else "go on"
     return actions
 
@@ -139,5 +138,6 @@ def _is_done(run: Path, config: Config) -> bool:
 
 def _mend(stage: str) -> str:
     return (
-        f"undo the change; `--retrain {stage}` trains it and the stages that use it anew, `--fresh` the whole pipeline"
+        f"undo the change; or train the stage and those that use it anew with `--retrain {stage}`, or all in a new "
+        "pipeline with --fresh"
     )
