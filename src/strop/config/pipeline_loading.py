@@ -17,7 +17,7 @@ from strop.config.layers import Layer, Layers
 from strop.config.loading import is_pipeline, load_config, override, put, read_layers, validated
 from strop.config.pipeline import KEYS, PipelineConfig, problems_in
 from strop.config.problems import Path as KeyPath
-from strop.config.problems import shown
+from strop.config.problems import dotted, shown
 from strop.errors import ConfigError, UserError
 
 
@@ -103,14 +103,14 @@ def _wrong_shape(layers: Layers, merged: Any) -> Iterator[UserError]:
     if nameless := [stage for stage in merged["stages"] if not isinstance(stage, str)]:
         what = f"a stage's name must be a text, got {shown(nameless[0])}"
         yield UserError(what, where=layers.locate(("stages", nameless[0])), mend="begin it with a letter")
-    sections = {("defaults",): merged.get("defaults")}
+    sections: dict[KeyPath, Any] = {("defaults",): merged.get("defaults")}
     sections |= {("stages", str(stage)): value for stage, value in merged["stages"].items()}
     for path, value in sections.items():
         if value is not None and not isinstance(value, dict):
-            what = f"`{'.'.join(path)}` must be a recipe, got {shown(value)}"
+            what = f"`{dotted(path)}` must be a recipe, got {shown(value)}"
             yield UserError(what, where=layers.locate(path), mend="write its keys below it, or `extends: FILE`")
         elif isinstance(value, dict) and "stages" in value:
-            what, mend = f"`{'.'.join(path)}` has `stages` of its own", "a stage is one recipe; put its stages here"
+            what, mend = f"`{dotted(path)}` has `stages` of its own", "a stage is one recipe; put its stages here"
             yield UserError(what, where=layers.locate((*path, "stages")), mend=mend)
     if not isinstance(merged.get("name"), str | None):
         what = f"`name` must be a text, got {shown(merged['name'])}"
