@@ -367,7 +367,7 @@ def config_schema(debug: Debug = False) -> None:
     """
     import json
 
-    from strop.config.explain import schema
+    from strop.config.schema import schema
 
     typer.echo(json.dumps(schema(), indent=2, ensure_ascii=False))
 

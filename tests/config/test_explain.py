@@ -11,9 +11,10 @@ import pytest
 
 from strop.config import Config
 from strop.config.base import StrictModel
-from strop.config.explain import describe, explain, find, leaves, models_of, places, schema
+from strop.config.explain import describe, explain, find, leaves, models_of, places
 from strop.config.loading import load_config
 from strop.config.problems import look_up
+from strop.config.schema import schema
 from strop.errors import UserError
 
 MINIMAL: dict[str, Any] = {

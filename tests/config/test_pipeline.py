@@ -11,10 +11,11 @@ import yaml
 from pydantic import ValidationError
 
 from strop.config import Config
-from strop.config.explain import explain, leaves, schema
+from strop.config.explain import explain, leaves
 from strop.config.loading import load_config
 from strop.config.pipeline import PipelineConfig, inputs, model_paths, reference_of, with_paths
 from strop.config.pipeline_loading import load_pipeline, load_recipe, resolved_pipeline
+from strop.config.schema import schema
 from strop.errors import ConfigError, UserError
 
 THREE = """\
@@ -299,7 +300,12 @@ def test_the_example_of_a_pipeline_is_one(tmp_path: Path) -> None:
 def test_the_json_schema_knows_pipelines() -> None:
     found = schema()
     assert {"name", "defaults", "stages", "extends", "model"} <= found["properties"].keys()
-    part = found["$defs"]["Part"]
+    part = found["$defs"]["StagePart"]
     assert "required" not in part
     assert part["properties"].keys() == {*Config.model_fields, "extends"}
-    assert found["properties"]["stages"]["additionalProperties"]["anyOf"][0] == {"$ref": "#/$defs/Part"}
+    assert found["properties"]["stages"]["additionalProperties"]["anyOf"][0] == {"$ref": "#/$defs/StagePart"}
+    # `defaults: {data: {eval: ...}}` need not have `train`, and an entry of a list must have all that it needs.
+    assert "required" not in found["$defs"]["DataSettingsPart"]
+    assert found["$defs"]["DataSettings"]["required"] == ["train"]
+    items = found["$defs"]["RewardSettingsPart"]["properties"]["verifiers"]["items"]
+    assert items["discriminator"]["mapping"]["regex"] == "#/$defs/RegexVerifier"

@@ -1,4 +1,4 @@
-"""Walks over the configuration schema: what each key is, in words, and the JSON schema of it all.
+"""Walks over the configuration schema: what each key is, in words.
 
 Keys are written as in an override, `training.optimizer.learning_rate`. A key of one kind of list entry is written with
 the kind in brackets, `rewards.verifiers[numeric].tolerance`.
@@ -50,40 +50,6 @@ class Place:
     description: str
     required: bool
     kinds: tuple[str, ...] = ()
-
-
-def schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, with the description and default of every key. With `stages` it is a pipeline."""
-    found = Config.model_json_schema()
-    properties, required = found["properties"], found.pop("required")
-    extends = {
-        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
-        "description": "Files that are read first; what is written here is merged over them.",
-    }
-    # What a recipe has to have may come from another file, so only a recipe that extends none must have it itself.
-    part = {"type": "object", "properties": {**properties, "extends": extends}, "additionalProperties": False}
-    found["$defs"]["Part"] = {**part, "description": "Some keys of a recipe."}
-    below = {"$ref": "#/$defs/Part"}
-    of_pipeline: dict[str, Any] = {
-        "name": {"type": ["string", "null"]},
-        "defaults": {"anyOf": [below, {"type": "null"}]},
-        "stages": {"type": "object", "additionalProperties": {"anyOf": [below, {"type": "null"}]}},
-    }
-    for name, entry in of_pipeline.items():
-        entry["description"] = PIPELINE_KEYS[name]
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **found,
-        "properties": {**properties, "extends": extends, **of_pipeline},
-        "if": {"required": ["stages"]},
-        "then": {"propertyNames": {"enum": ["extends", *of_pipeline]}},
-        "else": {
-            "propertyNames": {"not": {"enum": list(of_pipeline)}},
-            "if": {"required": ["extends"]},
-            "else": {"required": required},
-        },
-        "title": "strop recipe",
-    }
 
 
 def leaves() -> list[Leaf]:
