@@ -1,4 +1,4 @@
-"""Pipelines: stage after stage, skipped when done, gone on with where they stopped, and never kept when they are stale."""
+"""Pipelines: stage after stage, skipped when done, gone on with where they stopped, never kept when they are stale."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_stop_and_a_failure_say_where_they_happened(stop_at: Any) -> None:
 
 def test_a_real_failure_of_a_stage_is_the_pipelines() -> None:
     data = pipeline(**{"stages.ppo.rewards.verifiers": [{"kind": "python", "function": "tiny_rewards:not_a_number"}]})
-    with pytest.raises(RunFailure, match="stage ppo: .*not_a_number"):
+    with pytest.raises(RunFailure, match=r"stage ppo: .*not_a_number"):
         train(data)
     assert entries() == {"sft": ("finished", "sft"), "judge": ("finished", "judge"), "ppo": ("failed", "ppo")}
 
@@ -199,9 +199,7 @@ def test_a_changed_stage_is_refused_or_trained_anew_with_all_that_use_it() -> No
     first = train(pipeline())
     kept = weights_of(first.stages["sft"].folder)
     before = everything()
-    with pytest.raises(
-        UserError, match="stage judge: the recipe has changed .*supervised.batch_size: 8 -> 4"
-    ) as caught:
+    with pytest.raises(UserError, match=r"stage judge: the recipe has changed .*batch_size: 8 -> 4") as caught:
         train(pipeline(), "stages.judge.supervised.batch_size=4")
     assert "--retrain judge" in caught.value.mend
     assert everything() == before
@@ -233,7 +231,7 @@ def test_training_anew_that_was_stopped_goes_on_without_being_asked_again(stop_a
 def test_a_stage_is_not_kept_when_what_it_began_with_is_to_be_trained_further() -> None:
     train(pipeline())
     before = everything()
-    with pytest.raises(UserError, match="stage judge: it was trained from what stage sft had made, .* further"):
+    with pytest.raises(UserError, match=r"stage judge: it was trained from what stage sft had made, .* further"):
         train(pipeline(), "stages.sft.run.steps=8")
     assert everything() == before
     longer = train(pipeline(), "stages.sft.run.steps=8", retrain=["judge"])
@@ -244,7 +242,7 @@ def test_a_stage_is_not_kept_when_what_it_began_with_is_to_be_trained_further() 
 def test_nor_when_it_was_trained_further_behind_the_pipelines_back() -> None:
     train(pipeline())
     strop.train(load_config(FOLDER / "judge" / "config.yaml", ["run.steps=8"]))
-    with pytest.raises(UserError, match="stage ppo: a model .* is another one now") as caught:
+    with pytest.raises(UserError, match=r"stage ppo: a model .* is another one now") as caught:
         train(pipeline())
     assert "rewards.verifiers.0.path" in caught.value.what
     assert "--retrain ppo" in caught.value.mend
@@ -283,7 +281,7 @@ def test_a_recipe_that_is_no_pipeline_has_no_stages() -> None:
 
 # --- looking at everything first -----------------------------------------------------------------------------------
 
-OTHER = {"create": {"characters": "0123456789+=x", "hidden_size": 32, "layers": 1, "heads": 2, "context": 32}}
+OTHER = {"create": {"characters": "x0123456789+=", "hidden_size": 32, "layers": 1, "heads": 2, "context": 32}}
 
 
 @pytest.mark.parametrize(
@@ -314,7 +312,7 @@ def test_a_mistake_in_a_late_stage_is_found_before_the_first_begins(
     assert problem.what.startswith(f"stage {stage}: ")
     assert what in problem.what
     assert where in problem.where
-    assert "/tmp/" not in problem.block()
+    assert "strop-stages" not in problem.block()
     assert not Path("runs").exists()
 
 

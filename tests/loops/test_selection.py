@@ -125,13 +125,13 @@ def test_metrics_that_no_run_gives_are_refused_before_it_begins(changes: dict[st
     [problem] = refused(**changes)
     assert what in problem.what
     assert mend in problem.mend
-    with pytest.raises(ConfigError, match="has no effect|gives|better"):
+    with pytest.raises(ConfigError, match=r"has no effect|gives|better"):
         strop.train(load_config(None, data=recipe(**changes)))
     assert not Path("runs").exists()
 
 
 def test_early_stop_without_held_out_data_is_refused() -> None:
-    with pytest.raises(ConfigError, match="`evaluation.early_stop` has no effect without held-out prompts"):
+    with pytest.raises(ConfigError, match=r"`evaluation\.early_stop` has no effect without held-out prompts"):
         strop.train(load_config(None, data=recipe(**{"evaluation.early_stop": STOP})))
 
 
@@ -375,7 +375,7 @@ def test_held_out_prompts_have_verifiers_of_their_own() -> None:
 def test_what_scores_are_compared_by_may_not_change_on_the_way() -> None:
     data = recipe(**{"data.eval": HELD_OUT, "run.name": "run"})
     train(data)
-    with pytest.raises(UserError, match="evaluation.verifiers"):
+    with pytest.raises(UserError, match=r"evaluation\.verifiers"):
         train(data, "run.steps=3", "evaluation.verifiers=[{kind: exact}]")
     train(data, "run.steps=3", "evaluation.prompts=2")
 
@@ -454,7 +454,7 @@ def test_a_run_whose_model_was_trained_further_is_refused_until_it_names_the_one
     assert manifest["parent"] == json.loads((first.folder / "run.json").read_text())["id"]
     assert manifest["inputs"]["model.path"]["checkpoint"] == "step-000002"
     train(recipe(), "run.name=first", "checkpoint.keep=5", "run.steps=3")
-    with pytest.raises(UserError, match="is another one now \\(model.path: runs/first\\)"):
+    with pytest.raises(UserError, match=r"is another one now \(model\.path: runs/first\)"):
         train(child, "run.steps=3")
     longer = train(child, "run.steps=3", "model.path=runs/first/checkpoints/step-000002")
     assert longer.steps == 3
