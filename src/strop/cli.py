@@ -199,6 +199,8 @@ def evaluate(
     scores = evaluate_model(settings, model=model, prompts=prompts)
     typer.echo(f"accuracy           {scores.accuracy:.1%}")
     typer.echo(f"reward             {scores.reward:.4f}")
+    for name, score in getattr(scores, "components", {}).items():
+        typer.echo(f"  {name:<16} {score:.4f}")
     typer.echo(f"completion length  {scores.length:.1f} tokens")
     typer.echo(f"completions        {scores.episodes}")
     if errors := getattr(scores, "errors", 0):

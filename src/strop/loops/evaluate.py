@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -29,6 +29,7 @@ class Scores:
     """Means over evaluated episodes; those that could not be verified are counted in `errors` and left out.
 
     accuracy: share that the first verifier calls correct. reward: weighted total. length: tokens of a completion.
+    components: the score of each verifier by name, where there are several.
     """
 
     accuracy: float
@@ -36,9 +37,11 @@ class Scores:
     length: float
     episodes: int
     errors: int
+    components: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        return {"accuracy": self.accuracy, "reward": self.reward, "completion_length": self.length}
+        found = {"accuracy": self.accuracy, "reward": self.reward, "completion_length": self.length}
+        return found | {f"reward/{name}": score for name, score in self.components.items()}
 
 
 async def evaluate(
@@ -89,12 +92,16 @@ def summarise(episodes: list[Episode]) -> Scores:
     def mean(values: list[float]) -> float:
         return sum(values) / len(values) if values else math.nan
 
+    # One verifier alone is the reward itself.
+    names = list(dict.fromkeys(name for e in scored for name in e.components))
+    names = names if len(names) > 1 else []
     return Scores(
         accuracy=mean([float(bool(e.correct)) for e in judged]),
         reward=mean([e.reward for e in scored]),
         length=mean([float(e.sampled_tokens()) for e in scored]),
         episodes=len(scored),
         errors=len(episodes) - len(scored),
+        components={name: mean([e.components[name] for e in scored if name in e.components]) for name in names},
     )
 
 

@@ -236,7 +236,8 @@ class Run(BaseRun):
             progress=lambda done, total: self.display.progress("evaluating", done, total),
         )
         rewards = [reward_of(e) for e in episodes]
-        check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards)
+        key = "rewards.verifiers" if self.config.evaluation.verifiers is None else "evaluation.verifiers"
+        check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards, key=key)
         return scores.metrics()
 
     def _about(self) -> dict[str, str]:

@@ -40,7 +40,9 @@ OF_METHODS = {
 def scores_of(config: Config) -> tuple[str, ...]:
     """Names of the scores that each evaluation of a run gives."""
     if config.supervised is None:
-        return OF_COMPLETIONS
+        verifiers = config.evaluation.verifiers or (config.rewards.verifiers if config.rewards is not None else [])
+        names = [verifier.name or verifier.kind for verifier in verifiers]
+        return OF_COMPLETIONS + (tuple(f"reward/{name}" for name in names) if len(names) > 1 else ())
     return OF_METHODS.get(config.supervised.method, OF_PAIRS)
 
 
@@ -60,7 +62,7 @@ def metric_problems(config: Config) -> Iterator[UserError]:
                 where=f"{key}.metric",
                 mend=f"{mend}there are {', '.join(names)}",
             )
-        elif settings.mode == "auto" and _name(settings) not in BETTER:
+        elif settings.mode == "auto" and _better(_name(settings)) is None:
             what = f"`{key}.mode` is auto, and nobody knows whether more of {settings.metric} is better"
             yield UserError(what, where=f"{key}.mode", mend="set it to max or min")
     if config.checkpoint.best is not None and config.data.eval is None:
@@ -108,6 +110,11 @@ def _name(settings: WatchedMetric) -> str:
     return settings.metric.removeprefix("eval/")
 
 
+def _better(name: str) -> str | None:
+    """Whether more or less of a score is better; of what a verifier gives more is."""
+    return "max" if name.startswith("reward/") else BETTER.get(name)
+
+
 def _sign(settings: WatchedMetric) -> int:
-    mode = BETTER.get(_name(settings), "max") if settings.mode == "auto" else settings.mode
-    return 1 if mode == "max" else -1
+    mode = _better(_name(settings)) if settings.mode == "auto" else settings.mode
+    return -1 if mode == "min" else 1
