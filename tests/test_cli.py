@@ -56,7 +56,7 @@ def test_train_hands_over_recipe_overrides_and_flags(recipe: Path, monkeypatch: 
     assert run("train", recipe, "run.steps=3", "--fresh", "run.seed=4").exit_code == 0
     [(config, rest)] = calls
     assert (config.run.steps, config.run.seed) == (3, 4)
-    assert rest == {"fresh": True, "recipe": str(recipe)}
+    assert rest == {"fresh": True, "recipe": str(recipe), "retrain": []}
 
 
 def test_train_refuses_a_bad_recipe_before_anything_is_imported(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,11 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the recipe.")
 ]
 
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(metavar="WHICH", help="Of a run: `latest`, `best`, or the number of a step; the latest if not given."),
+]
+
 
 def run_or_recipe(given: Path, otherwise: str) -> tuple[Path | None, Path]:
     """The run that was named, None if it was a recipe, and the file of the recipe.
@@ -37,6 +42,9 @@ def run_or_recipe(given: Path, otherwise: str) -> tuple[Path | None, Path]:
     """
     if not given.is_dir():
         return None, given
+    from strop.models.find import run_inside
+
+    given = run_inside(given)
     if not (given / "config.yaml").is_file():
         raise UserError(
             f"{given} is not the folder of a run: it has no config.yaml",

@@ -60,12 +60,23 @@ TAGS = {
 }
 WARMUP = {"steps": 3, "batch_size": 4, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"}}
 OFF_POLICY = {"training.mini_batches": 2, "training.epochs": 2}
+OFTEN_EVALUATED = {"data.eval": HELD_OUT, "evaluation.every": 1, "evaluation.temperature": 1.0, "run.steps": 9}
 # Where the held-out prompts matter, the completions of a model that is not trained are the same in both runs.
 FILES = {"data.eval": HELD_OUT, "warmup": {**WARMUP, "data": {"path": "rows.jsonl"}}}
 
 
 def verified(verifier: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return recipe(**{"rewards.verifiers": [verifier], **changes})
+
+
+def judged(verifier: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A recipe whose held-out prompts, here those of the training, have a verifier of their own."""
+    found = recipe(**changes)
+    put(found, "data.eval", copy.deepcopy(found["data"]["train"]))
+    # Beside another one, which makes the score of each a number of its own.
+    other = {"kind": "python", "function": "tiny_rewards:lengths", "name": "other"}
+    put(found, "evaluation", {"temperature": 1.0, "samples": 16, "verifiers": [dict(verifier), other]})
+    return found
 
 
 def sources(prefix: str, **settings: Any) -> dict[str, Any]:
@@ -122,6 +133,18 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "pattern": lambda: verified(RARELY),
     "tags": lambda: verified({"kind": "format", "tags": ["a"]}, **TAGS),
     "scored": lambda: verified({"kind": "reward_model", "path": "judge-1"}),
+    "judged exact": lambda: judged({"kind": "exact"}, **LETTERS),
+    "judged numeric": lambda: judged({"kind": "numeric"}, **NUMBERS, **{"rewards.verifiers": [RARELY]}),
+    "judged regex": lambda: judged(RARELY),
+    "judged format": lambda: judged({"kind": "format", "tags": ["a"]}, **TAGS),
+    "judged python": lambda: judged({"kind": "python", "function": "tiny_rewards:spread"}),
+    "judged reward_model": lambda: judged({"kind": "reward_model", "path": "judge-1"}),
+    "ranked": lambda: recipe(
+        **{**OFTEN_EVALUATED, "checkpoint": {"keep": 1, "best": {"metric": "eval/reward", "mode": "max"}}}
+    ),
+    "patient": lambda: recipe(
+        **{**OFTEN_EVALUATED, "evaluation.early_stop": {"metric": "eval/reward", "mode": "max", "patience": 5}}
+    ),
     "unhurried": lambda: verified({"kind": "python", "function": "tiny_rewards:unhurried"}),
     "callers": lambda: verified({"kind": "python", "function": "tiny_rewards:counts_callers"}),
     "fails once": lambda: verified({"kind": "python", "function": "tiny_rewards:fails_once"}),
@@ -247,6 +270,15 @@ def of_an_optimizer(prefix: str, context: str, falling: str) -> dict[str, Case]:
         f"{prefix}.final_share": Case(0.5, context=falling),
         f"{prefix}.name": Case("muon", context=context),
         f"{prefix}.offload": Case(True, "refused", says=rf"{prefix}\.offload` has no effect on a CPU", context=context),
+    }
+
+
+def of_a_judge(kind: str, other: dict[str, Any], own: dict[str, Any]) -> dict[str, Case]:
+    """A verifier of the evaluations, which touch nothing that is trained. own: other values of the kind's own keys."""
+    changes = {"name": "mine", "weight": 0.5, "kind": other, **own}
+    return {
+        f"evaluation.verifiers[{kind}].{key}": Case(value, "evaluations", f"judged {kind}", steady=True)
+        for key, value in changes.items()
     }
 
 
@@ -413,6 +445,23 @@ TABLE: dict[str, Case] = {
     "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
     "evaluation.temperature": Case(1.0, "evaluations", "evaluated", steady=True),
     "evaluation.max_new_tokens": Case(1, "evaluations", "evaluated", steady=True),
+    "evaluation.correct_at": Case(0.5, "evaluations", "judged python", steady=True),
+    "evaluation.early_stop.metric": Case("eval/completion_length", "metrics", "patient"),
+    "evaluation.early_stop.mode": Case("min", "metrics", "patient"),
+    "evaluation.early_stop.patience": Case(1, "metrics", "patient"),
+    "evaluation.early_stop.min_delta": Case(5.0, "metrics", "patient"),
+    **of_a_judge("exact", RARELY, {"ignore_case": True, "strip": False}),
+    **of_a_judge("numeric", {"kind": "exact"}, {"take": "first", "tolerance": 20.0}),
+    **of_a_judge("regex", NUMERIC, {"pattern": "[5-9]"}),
+    **of_a_judge("format", NUMERIC, {"tags": ["a", "b"]}),
+    **of_a_judge("python", RARELY, {"function": "tiny_rewards:first_digit", "arguments": {"scale": 2.0}}),
+    **of_a_judge("reward_model", RARELY, {"path": "judge-2", "render": "chat"}),
+    "evaluation.verifiers[reward_model].device": Case(
+        "mps" if torch.cuda.is_available() else "cuda", "refused", "judged reward_model", says="there is no (cuda|mps)"
+    ),
+    "checkpoint.best.metric": Case("eval/completion_length", "pointers", "ranked", steady=True),
+    "checkpoint.best.mode": Case("min", "pointers", "ranked", steady=True),
+    "checkpoint.best.keep": Case(2, "files", "ranked", steady=True),
     "checkpoint.every": Case(1, "files", steady=True),
     "checkpoint.keep": Case(1, "files", "often saved", steady=True),
     "tracking.display": Case("plain", "text", steady=True),
@@ -597,7 +646,7 @@ def changed(leaf: str, case: Case) -> dict[str, Any]:
     put(
         data,
         key.removesuffix(".kind")
-        if leaf.startswith("rewards.") and isinstance(case.new, dict) and leaf.endswith(".kind")
+        if leaf.startswith(("rewards.", "evaluation.")) and isinstance(case.new, dict) and leaf.endswith(".kind")
         else key,
         case.new,
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Share, StrictModel
+from strop.config.base import ModelPath, NonNegativeFloat, PositiveFloat, PositiveInt, Share, StrictModel
 from strop.config.teachers import Divergence, OpenShare, TeacherSettings
 
 OwnClass = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -73,7 +73,7 @@ class AlgorithmSettings(StrictModel):
     """Fill in what the algorithm's paper leaves open as this framework does; a key that is set here wins."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a class of your own."""
-    teacher: str | None = None
+    teacher: ModelPath | None = None
     """The model that `opd` and `gkd` learn from: whatever `model.path` may be, with the same tokenizer."""
     teachers: list[TeacherSettings] = Field(default_factory=list)
     """Several models to learn from, in place of `teacher`: the mean of their probabilities, by weight."""

@@ -66,6 +66,14 @@ MENDS: dict[str, str] = {
     "save_steps": "use `checkpoint.every`",
     "save_total_limit": "use `checkpoint.keep`",
     "eval_steps": "use `evaluation.every`",
+    "metric_for_best_model": "use `checkpoint.best.metric`",
+    "greater_is_better": "use `checkpoint.best.mode`",
+    "load_best_model_at_end": "use `checkpoint.best`: `checkpoints/best` then names the best checkpoint",
+    "early_stopping": "use `evaluation.early_stop`",
+    "early_stopping_patience": "use `evaluation.early_stop.patience`",
+    "early_stopping_threshold": "use `evaluation.early_stop.min_delta`",
+    "stage": "`stages` at the top of a file chains several recipes: `strop config explain stages`",
+    "defaults": "`defaults` is for pipelines, beside `stages`: `strop config explain stages`",
     "extends": "`extends` stands at the top of a recipe file and names other files",
 }
 """What to do about keys that other frameworks have and strop has not; `section.name` wins over `name`."""

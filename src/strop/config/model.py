@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from strop.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, StrictModel
+from strop.config.base import ModelPath, NonNegativeFloat, PositiveFloat, PositiveInt, StrictModel
 
 
 class NewModel(StrictModel):
@@ -58,8 +58,9 @@ class LoraConfig(StrictModel):
 class ModelSettings(StrictModel):
     """`model:` which language model is trained, and how it is held in memory."""
 
-    path: str | None = None
-    """A Hugging Face folder, a name on the Hub, or a name that `strop models list` shows. Not with `create`."""
+    path: ModelPath | None = None
+    """A Hugging Face folder, a name on the Hub, a name that `strop models list` shows, a run, or in a pipeline
+    `stage:NAME`. Not with `create`."""
     create: NewModel | None = None
     """Make a small model with random weights instead of loading one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from strop.config.base import Auto, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, StrictModel
+from strop.config.base import (
+    AnyModelPath,
+    Auto,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    StrictModel,
+)
 from strop.config.data import DataSource
 
 
@@ -57,7 +66,7 @@ class TrainingSettings(StrictModel):
 class CriticSettings(StrictModel):
     """`critic:` the model that `ppo` estimates values with, a backbone of its own with a scalar head, trained whole."""
 
-    path: str | None = None
+    path: AnyModelPath | None = None
     """Model to begin with, of the policy's tokenizer: a language model, whose head then begins at 0, or a reward model,
     whose head is kept. The policy itself when not set."""
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)

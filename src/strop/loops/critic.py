@@ -16,8 +16,9 @@ from strop.config.model import ModelSettings
 from strop.errors import ModelError
 from strop.loops.assembly import Roles
 from strop.loops.prepare import Prepared
-from strop.models.folder import is_scalar_folder
-from strop.models.load import load_model, load_scalar_model, resolve_model
+from strop.models.find import resolve_model
+from strop.models.folder import check_model_folder, is_scalar_folder
+from strop.models.load import ModelFacts, load_model, load_scalar_model, load_tokenizer
 from strop.models.scalar import with_scalar_head
 from strop.training.single import SingleDeviceTrainer
 
@@ -66,6 +67,23 @@ class Critic:
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self.trainer.load(directory, state)
+
+
+def check_critic(path: str, policy: ModelFacts) -> None:
+    """See that the model of `critic.path` is there and reads tokens as the policy does, without loading its weights.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
+    folder = resolve_model(path)
+    check_model_folder(folder, scalar=is_scalar_folder(folder))
+    known = load_tokenizer(folder).get_vocab()
+    if any(known.get(token) != number for token, number in policy.tokenizer.get_vocab().items()):
+        raise ModelError(
+            "the critic and the policy have different tokenizers, so the critic cannot read the policy's tokens",
+            where=f"critic.path = {path}",
+            mend="take a model of the policy's family, or leave the key out",
+        )
 
 
 def make_critic(prepared: Prepared, roles: Roles) -> Critic | None:

@@ -17,6 +17,7 @@ from strop.config.rollout import RolloutSettings
 from strop.config.run import EvaluationSettings
 from strop.config.training import OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
+from strop.loops.selection import metric_problems
 
 
 def check_idle(config: Config) -> None:
@@ -34,15 +35,8 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield from _idle_beside_examples(config)
     if config.offline is not None:
         yield from _idle_beside_rollouts(config)
-    if config.data.eval is None:
-        default = EvaluationSettings()
-        for name in EvaluationSettings.model_fields:
-            if getattr(config.evaluation, name) != getattr(default, name):
-                yield _problem(f"evaluation.{name}", "without held-out prompts", "add data.eval")
-    elif config.evaluation.samples > 1 and config.evaluation.temperature == 0:
-        yield _problem(
-            "evaluation.samples", "at temperature 0, where every sample is the same", "set evaluation.temperature too"
-        )
+    yield from _idle_evaluation(config)
+    yield from metric_problems(config)
     # Adapters are matrices, all of which Muon updates itself; a scalar head and DoRA's magnitudes are left to AdamW.
     lora = config.model.lora
     scalar = config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
@@ -60,11 +54,25 @@ def _idle(config: Config) -> Iterator[UserError]:
             yield from _idle_source(key, source)
 
 
+def _idle_evaluation(config: Config) -> Iterator[UserError]:
+    settings, default = config.evaluation, EvaluationSettings()
+    if config.data.eval is None:
+        for name in EvaluationSettings.model_fields:
+            if getattr(settings, name) != getattr(default, name):
+                yield _problem(f"evaluation.{name}", "without held-out prompts", "add data.eval")
+    elif config.supervised is None:
+        if settings.samples > 1 and settings.temperature == 0:
+            why = "at temperature 0, where every sample is the same"
+            yield _problem("evaluation.samples", why, "set evaluation.temperature too")
+        if settings.correct_at != default.correct_at and settings.verifiers is None:
+            yield _problem("evaluation.correct_at", "without evaluation.verifiers", "set rewards.correct_at")
+
+
 # Sections and keys of reinforcement learning, with their defaults.
 _OF_SAMPLING = {
     "": ("algorithm", "rollout", "warmup", "critic"),
     "training": ("mini_batches", "epochs"),
-    "evaluation": ("samples", "temperature", "max_new_tokens"),
+    "evaluation": ("samples", "temperature", "max_new_tokens", "verifiers", "correct_at"),
     "tracking": ("episodes_every",),
     "data": ("max_prompt_tokens",),
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
+from strop.config.rewards import RewardSettings
 from strop.errors import ConfigError, DataError, UserError
 from strop.loops.algorithm import demands_of, make_algorithm
 from strop.loops.idle import check_idle, check_optimizers
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 class Prepared:
     """A recipe whose parts have all been found and fit together. longest: tokens of the longest sequence expected.
 
-    train: prompts, or with `offline` groups of completions, of which `about` says what there is to say. scorer: None
-    where nothing is scored.
+    train: prompts, or with `offline` groups of completions, of which `about` says what there is to say. scorer: of
+    training, None where nothing is scored; held_out_scorer: of the evaluations, the same unless the recipe has
+    verifiers for these.
     """
 
     config: Config
@@ -36,6 +38,7 @@ class Prepared:
     demonstrations: PromptDataset | None
     held_out: PromptDataset | None
     scorer: Scorer | None
+    held_out_scorer: Scorer | None
     algorithm: Algorithm
     longest: int
     about: str = ""
@@ -69,7 +72,9 @@ def prepare(config: Config) -> Prepared:
     from strop.tracking.trackers import check_trackers
 
     check_trackers(config.tracking)
-    scorer = None if config.rewards is None else build_scorer(config.rewards)
+    scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards)
+    if config.evaluation.verifiers is not None and config.rewards is not None:
+        held_out_scorer = build_scorer(held_out_rewards(config), key="evaluation.verifiers")
     given = {
         "data.train": config.data.train,
         "warmup.data": config.warmup.data if config.warmup is not None else None,
@@ -104,18 +109,33 @@ def prepare(config: Config) -> Prepared:
         from strop.loops.teacher import check_teachers
 
         check_teachers(config, facts, expected + config.rollout.max_new_tokens)
+    if config.critic.path is not None:
+        from strop.loops.critic import check_critic
+
+        check_critic(config.critic.path, facts)
     return Prepared(
-        config,
-        hardware,
-        facts,
-        train,
-        shown,
-        held_out,
-        scorer,
-        algorithm,
-        expected + config.rollout.max_new_tokens,
+        config=config,
+        hardware=hardware,
+        facts=facts,
+        train=train,
+        demonstrations=shown,
+        held_out=held_out,
+        scorer=scorer,
+        held_out_scorer=held_out_scorer,
+        algorithm=algorithm,
+        longest=expected + config.rollout.max_new_tokens,
         about="" if seen is None else described(config, train, seen),
     )
+
+
+def held_out_rewards(config: Config) -> RewardSettings:
+    """What held-out completions are worth: the verifiers of the evaluation where it has its own, else those of training
+    (which are there). Time-outs, retries and the like are the same for both."""
+    assert config.rewards is not None
+    if config.evaluation.verifiers is None:
+        return config.rewards
+    own = {"verifiers": config.evaluation.verifiers, "correct_at": config.evaluation.correct_at}
+    return config.rewards.model_copy(update=own)
 
 
 def _training_data(

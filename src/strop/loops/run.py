@@ -189,8 +189,9 @@ class Run(BaseRun):
         self.display.close()
         await self.collector.close()
         await self.engine.close()
-        if self.prepared.scorer is not None:
-            await self.prepared.scorer.close()
+        for scorer in (self.prepared.scorer, self.prepared.held_out_scorer):
+            if scorer is not None:
+                await scorer.close()
         await super().close(error)
 
     # What the verbs stand on.
@@ -222,6 +223,8 @@ class Run(BaseRun):
     def _load(cls, prepared: Prepared) -> tuple[assembly.Roles, dict[str, Any]]:
         if prepared.scorer is not None:
             prepared.scorer.load()
+        if prepared.held_out is not None and prepared.held_out_scorer is not None:
+            prepared.held_out_scorer.load()
         roles = assembly.load_roles(prepared)
         return roles, {"teacher": load_teacher(prepared, roles)}
 
@@ -250,7 +253,7 @@ class Run(BaseRun):
     async def _score_held_out(self) -> dict[str, float]:
         scores, episodes = await evaluate(
             self.engine,
-            self.prepared.scorer,
+            self.prepared.held_out_scorer,
             self.roles.tokenizer,
             self.prepared.held_out,
             evaluation_settings(self.config),
@@ -259,7 +262,8 @@ class Run(BaseRun):
             progress=lambda done, total: self.display.progress("evaluating", done, total),
         )
         rewards = [reward_of(e) for e in episodes]
-        check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards)
+        key = "rewards.verifiers" if self.config.evaluation.verifiers is None else "evaluation.verifiers"
+        check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards, key=key)
         return scores.metrics()
 
     def _about(self) -> dict[str, str]:
