@@ -309,3 +309,12 @@ def test_the_json_schema_knows_pipelines() -> None:
     assert found["$defs"]["DataSettings"]["required"] == ["train"]
     items = found["$defs"]["RewardSettingsPart"]["properties"]["verifiers"]["items"]
     assert items["discriminator"]["mapping"]["regex"] == "#/$defs/RegexVerifier"
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_here_are_read(path: Path) -> None:
+    found = load_recipe(path)
+    assert isinstance(found, PipelineConfig) == path.stem.startswith("pipeline")

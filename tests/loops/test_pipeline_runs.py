@@ -389,3 +389,36 @@ def test_the_name_is_that_of_the_file_unless_it_says_otherwise() -> None:
         assert done.exit_code == 0, done.output
         assert done.stdout == ""
         assert Path(folder, "pipeline.json").is_file()
+
+
+TINY = Path(__file__).parents[2] / "recipes" / "pipeline-tiny.yaml"
+SMALL = [
+    "defaults.tracking.display=off",
+    "defaults.tracking.tensorboard=false",
+    "defaults.hardware.threads=1",
+    "stages.sft.model.create.hidden_size=32",
+    "stages.sft.supervised.batch_size=8",
+    "stages.judge.supervised.batch_size=8",
+    "stages.ppo.rollout.groups_per_step=8",
+    "stages.ppo.evaluation.prompts=4",
+    "stages.sft.run.steps=3",
+    "stages.judge.run.steps=3",
+    "stages.ppo.run.steps=2",
+]
+
+
+def test_the_recipe_of_three_stages_runs_from_one_command() -> None:
+    done = run("train", str(TINY), *SMALL)
+    assert done.exit_code == 0, done.output
+    folder = Path("runs/pipeline-tiny")
+    assert {name: status for name, (status, _) in entries(folder).items()} == {
+        "sft": "finished",
+        "judge": "finished",
+        "ppo": "finished",
+    }
+    judge, truth = (
+        [line for kind, _, line in steps_of(folder / "ppo") if kind == wanted] for wanted in ("train", "eval")
+    )
+    # The judge pays for training, and the exact verifier, which gives 0 or 1, scores the held-out sums.
+    assert judge[0]["reward/reward_model"] == judge[0]["reward/mean"] not in (0.0, 1.0)
+    assert all(line["eval/reward"] == line["eval/accuracy"] for line in truth)
