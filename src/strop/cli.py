@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,6 +105,7 @@ def _strop(
       strop sample runs/quickstart                     talk to what came out
       strop export runs/quickstart --out FOLDER        take the model out of the run
       strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
+      strop teach recipes/distill-tiny.yaml --out FILE keep what teachers say of a recipe's data
     Find out:
       strop config explain rollout                     what the keys of a section do
       strop config show recipes/quickstart.yaml        a recipe with every default written out
@@ -162,30 +162,16 @@ def teach(
       strop train recipes/distill-tiny.yaml supervised.targets=targets.parquet
     """
     settings = load(recipe, overrides)
+    from strop.loops.teach import now_and_then
     from strop.loops.teach import teach as ask_teachers
 
-    found = ask_teachers(settings, out=out, progress=_rows_done())
+    found = ask_teachers(settings, out=out, progress=now_and_then(lambda line: typer.echo(line, err=True)))
     typer.echo(str(found.path))
     each = found.size / max(1, found.tokens)
     typer.echo(f"{found.examples:,} examples, {found.tokens:,} trained tokens, the {found.k} likeliest told for each")
     typer.echo(f"{found.size / 2**20:.1f} MiB, {each:.0f} bytes a trained token; {found.seconds:.0f} s")
     if found.skipped:
         typer.echo(f"{found.skipped:,} rows were too long and left out")
-
-
-def _rows_done() -> Callable[[int, int], None]:
-    """Says on standard error how many rows are done, every ten seconds."""
-    import time
-
-    last = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 10:
-            last = time.monotonic()
-            typer.echo(f"{done:,} of {total:,} rows", err=True)
-
-    return show
 
 
 @app.command("eval")

@@ -21,7 +21,7 @@ from strop.data.targets import TargetsFile, example_fingerprint
 from strop.errors import ConfigError, DataError, ModelError, UserError
 from strop.loops.supervised import open_supervised_run
 from strop.loops.supervised_run import batch_of
-from strop.loops.teach import teach
+from strop.loops.teach import now_and_then, teach
 
 CHARACTERS = "0123456789+="
 VOCABULARY = len(CHARACTERS) + 3
@@ -415,6 +415,14 @@ def test_the_command_writes_the_file_and_training_reads_it() -> None:
     assert "the file is there already" in again.stderr
     shown = CliRunner().invoke(app, ["config", "show", "recipe.yaml"])
     assert "method: distillation, cross_entropy_weight: 0.0, divergence: forward_kl" in shown.stdout
+
+
+def test_it_says_how_far_it_is_now_and_then() -> None:
+    said: list[str] = []
+    always, hardly = now_and_then(said.append, seconds=0.0), now_and_then(said.append, seconds=1000.0)
+    for progress in (always, hardly):
+        progress(1000, 5000)
+    assert said == ["1,000 of 5,000 rows"]
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted() -> None:

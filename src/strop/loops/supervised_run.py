@@ -236,9 +236,26 @@ class SupervisedRun(BaseRun):
             rows = self._held_out_rows()
             self._held_out = rows, batch_of(rows)
         rows, batch = self._held_out
-        self._fill(batch, "eval", rows, f"first-{len(rows)}")
-        found = with_perplexity(self.trainer.evaluate(batch, self.objective))
+        if self._targets is None:
+            self._fill(batch, "eval", rows, f"first-{len(rows)}")
+            found = with_perplexity(self.trainer.evaluate(batch, self.objective))
+        else:
+            found = with_perplexity(self._evaluate_in_parts(rows))
         return {shown: found[name] for name, shown in SCORES.items() if name in found}
+
+    def _evaluate_in_parts(self, rows: Sequence[ExampleRow]) -> dict[str, float]:
+        """Means over the trained tokens of all rows, a batch at a time: targets of all would take much memory."""
+        sums: dict[str, float] = {}
+        total = 0
+        for start in range(0, len(rows), self.settings.batch_size):
+            part = rows[start : start + self.settings.batch_size]
+            batch = batch_of(part)
+            self._fill(batch, "eval", part, f"from-{start}")
+            trained = int(batch.loss_mask.sum())
+            total += trained
+            for name, value in self.trainer.evaluate(batch, self.objective).items():
+                sums[name] = sums.get(name, 0.0) + value * trained
+        return {name: value / max(1, total) for name, value in sums.items()}
 
     def _about(self) -> dict[str, str]:
         facts = {"method": f"{self.settings.method}, {self.settings.batch_size} rows a step"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,7 +71,7 @@ class StoredTargets:
     file: TargetsFile
     k: int
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         return file_fingerprint(self.file.path)
 

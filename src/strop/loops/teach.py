@@ -79,6 +79,19 @@ def teach(
     return Taught(path, writer.examples, writer.tokens, header.k, path.stat().st_size, skipped, seconds)
 
 
+def now_and_then(say: Callable[[str], None], *, seconds: float = 10.0) -> Callable[[int, int], None]:
+    """A `progress` that says how many rows are done, at most so often."""
+    last = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            last = time.monotonic()
+            say(f"{done:,} of {total:,} rows")
+
+    return progress
+
+
 def _place(config: Config, out: Path | None) -> Path:
     assert config.supervised is not None
     if out is None:
