@@ -95,6 +95,14 @@ def prepare(config: Config) -> Prepared:
         check_offline(config, algorithm, demands_of(algorithm), seen)
     hardware = choose_hardware(config)
     check_optimizers(config, hardware.device.type)
+    longest = expected + config.rollout.max_new_tokens
+    _check_others(config, facts, shown, longest)
+    about = "" if seen is None else described(config, train, seen)
+    return Prepared(config, hardware, facts, train, shown, held_out, scorer, algorithm, longest, about)
+
+
+def _check_others(config: Config, facts: ModelFacts, shown: PromptDataset | None, longest: int) -> None:
+    """See that the warm-up has answers to show, and that there is a teacher for the policy, where they are asked for."""
     if config.warmup is not None:
         from strop.loops.warmup import check_answers
 
@@ -103,19 +111,7 @@ def prepare(config: Config) -> Prepared:
     if config.algorithm.teacher is not None:
         from strop.loops.teacher import check_teacher
 
-        check_teacher(config, facts, expected + config.rollout.max_new_tokens)
-    return Prepared(
-        config,
-        hardware,
-        facts,
-        train,
-        shown,
-        held_out,
-        scorer,
-        algorithm,
-        expected + config.rollout.max_new_tokens,
-        about="" if seen is None else described(config, train, seen),
-    )
+        check_teacher(config, facts, longest)
 
 
 def _training_data(
