@@ -241,6 +241,13 @@ def test_what_failed_goes_on_where_it_was(place: Path, name: str) -> None:
     assert (place / name).read_bytes() == (place / f"whole-{name}").read_bytes()
 
 
+def test_what_fails_before_the_first_group_leaves_nothing(place: Path) -> None:
+    broken = config(rewards={"verifiers": [{"kind": "python", "function": "tiny_rewards:not_a_number"}]})
+    with pytest.raises(RunFailure, match="in the first step of a run none may fail"):
+        rollout(broken, "out.jsonl", prompts=10)
+    assert list(place.iterdir()) == []
+
+
 def test_other_rollouts_do_not_go_on_with_it(place: Path) -> None:
     with pytest.raises(RunFailure):
         rollout(flawed(), "out.jsonl", prompts=10)

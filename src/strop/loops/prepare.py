@@ -100,6 +100,16 @@ def prepare(config: Config) -> Prepared:
         check_offline(config, algorithm, demands_of(algorithm), seen)
     hardware = choose_hardware(config)
     check_optimizers(config, hardware.device.type)
+    longest = expected + config.rollout.max_new_tokens
+    _check_others(config, facts, shown, longest)
+    about = "" if seen is None else described(config, train, seen)
+    return Prepared(
+        config, hardware, facts, train, shown, held_out, scorer, held_out_scorer, algorithm, longest, about
+    )
+
+
+def _check_others(config: Config, facts: ModelFacts, shown: PromptDataset | None, longest: int) -> None:
+    """See that the warm-up has answers to show, and that teachers and critic fit the policy, where they are asked for."""
     if config.warmup is not None:
         from strop.loops.warmup import check_answers
 
@@ -108,24 +118,11 @@ def prepare(config: Config) -> Prepared:
     if config.algorithm.teacher is not None or config.algorithm.teachers:
         from strop.loops.teacher import check_teachers
 
-        check_teachers(config, facts, expected + config.rollout.max_new_tokens)
+        check_teachers(config, facts, longest)
     if config.critic.path is not None:
         from strop.loops.critic import check_critic
 
         check_critic(config.critic.path, facts)
-    return Prepared(
-        config=config,
-        hardware=hardware,
-        facts=facts,
-        train=train,
-        demonstrations=shown,
-        held_out=held_out,
-        scorer=scorer,
-        held_out_scorer=held_out_scorer,
-        algorithm=algorithm,
-        longest=expected + config.rollout.max_new_tokens,
-        about="" if seen is None else described(config, train, seen),
-    )
 
 
 def held_out_rewards(config: Config) -> RewardSettings:

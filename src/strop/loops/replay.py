@@ -13,6 +13,7 @@ import numpy as np
 
 from strop.config import Config
 from strop.config.loading import load_config
+from strop.config.run import TrackingSettings
 from strop.errors import UserError
 from strop.loops.event_loop import run_to_end
 from strop.tracking.episodes import EpisodeRecord, beside, episodes_file, read_episodes
@@ -77,6 +78,8 @@ def replay(folder: str | Path, step: int) -> Replay:
     run = Path(folder)
     read_manifest(run)
     config = load_config(run / "config.yaml")
+    # Nothing is tracked here, and what tracked the run need not be on this machine.
+    config = config.model_copy(update={"tracking": TrackingSettings(display="off", tensorboard=False)})
     before = _metrics_of(run, config, step)
     _check_files(run, config, step, before)
     return run_to_end(lambda: _replay(run, config, step, before))

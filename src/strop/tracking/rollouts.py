@@ -100,6 +100,8 @@ class RolloutFile:
         self.partial = path.with_name(f".{path.name}.partial")
         self._header = json.dumps({"rollouts": key}).encode() + b"\n"
         self._per_group = per_group
+        self.groups = -1
+        """Whole groups that are there."""
         self._handle = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,6 +164,8 @@ class RolloutFile:
     def close(self) -> None:
         """Let others write; what is there stays."""
         if self._handle >= 0:
+            if self.groups == 0:
+                self.partial.unlink(missing_ok=True)
             os.close(self._handle)
             self._handle = -1
 
