@@ -144,6 +144,14 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "critic of files": lambda: recipe(
         model={"path": "first"}, **{"algorithm.name": "ppo", "critic.optimizer.learning_rate": 1e-2}
     ),
+    "shared critic": lambda: recipe(
+        **{
+            "algorithm.name": "ppo",
+            "critic": {"shared": True, "optimizer": {"learning_rate": 1e-2}},
+            "run.steps": 3,
+            **OFF_POLICY,
+        }
+    ),
     "discounted": lambda: recipe(**{"algorithm.name": "reinforce_pp"}),
     "solved": lambda: verified(
         {"kind": "regex", "pattern": "^"}, algorithm={"name": "grpo", "without_spread": "resample"}
@@ -322,6 +330,8 @@ TABLE: dict[str, Case] = {
     "training.epochs": Case(2),
     "training.tokens_per_micro_batch": Case(24, "passes", steady=True),
     "training.logprob_chunk": Case(8, "logits", steady=True),
+    "critic.shared": Case(True, context="critic"),
+    "critic.value_coef": Case(1.0, context="shared critic"),
     "critic.path": Case("judge-1", context="critic of files"),
     "critic.warmup_steps": Case(1, context="critic"),
     **of_an_optimizer("critic.optimizer", "critic", "critic falling"),

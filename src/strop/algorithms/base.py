@@ -40,7 +40,8 @@ class Objective(Protocol):
     It may have `whole_groups`, True where the loss of a sequence depends on the others of its group: a group is then
     never divided between micro-batches. And `needs_hits`: `batch.extra["hits"]` [T] is then 1 where the model's most
     likely token is the trained one, and 0 elsewhere. And `logs_entropy`, False where nobody asks how certain the model
-    is.
+    is. And `needs_values`: `batch.extra["new_values"]` [T] is then what a value head on the same backbone gives, with a
+    graph; with `head_alone` nothing but this head has a gradient.
     """
 
     needs_entropy: bool

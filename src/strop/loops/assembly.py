@@ -18,7 +18,7 @@ from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.step_batch import has_spread
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
-from strop.models.scalar import with_scalar_head
+from strop.models.scalar import value_head, with_scalar_head
 from strop.planning.hardware import Sizes, choose_sizes
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
@@ -79,6 +79,7 @@ def make_trainer(
 ) -> SingleDeviceTrainer:
     """The trainer of reinforcement learning, or of the supervised warm-up."""
     config = prepared.config
+    shared = reinforcement and config.critic.shared
     return SingleDeviceTrainer(
         roles.model,
         optimizer,
@@ -90,6 +91,8 @@ def make_trainer(
         epochs=config.training.epochs if reinforcement else 1,
         reference=reinforcement and prepared.algorithm.needs_reference,
         recompute=config.model.activation_checkpointing,
+        value_head=value_head(roles.model) if shared else None,
+        value_rate=config.critic.optimizer.learning_rate if shared else None,
     )
 
 

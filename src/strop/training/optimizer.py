@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class MasterOptimizer:
     Args:
         parameters: (name, parameter) of what is trained. total: optimizer updates of the whole run, for the schedule.
         outer: names of the weights of input and output layers, which Muon leaves to AdamW.
+        scales: what the learning rate of a weight is multiplied with, by its name; 1 where it is not named.
 
     Raises:
         MissingExtra: the optimizer needs a package that is not installed.
@@ -39,6 +40,7 @@ class MasterOptimizer:
         settings: OptimizerSettings,
         total: int,
         outer: Collection[str] = (),
+        scales: Mapping[str, float] | None = None,
     ) -> None:
         self.settings = settings
         self.total = total
@@ -56,7 +58,7 @@ class MasterOptimizer:
                 master = nn.Parameter(copied)
                 self.masters[name] = master
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_add_to(master)))
-        self.rules = update_rules(settings, self.masters, outer)
+        self.rules = update_rules(settings, self.masters, outer, scales)
         self._rule_of = {p: rule for rule in self.rules for group in rule.param_groups for p in group["params"]}
 
     def zero_grad(self) -> None:
@@ -85,7 +87,7 @@ class MasterOptimizer:
             rate = learning_rate(self.settings, self.updates, self.total)
             for rule in self.rules:
                 for group in rule.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate * group.get("rate_scale", 1.0)
                 rule.step()
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter:
