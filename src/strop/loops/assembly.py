@@ -64,7 +64,7 @@ def load_roles(prepared: Prepared | PreparedExamples, *, scalar: bool = False) -
         loaded = replace(loaded, model=with_scalar_head(loaded.model, pad_id=loaded.pad_id))
     model: Any = loaded.model
     if config.model.lora is not None:
-        model = add_lora(loaded.model, config.model.lora, config.run.seed)
+        model = add_lora(loaded.model, config.model.lora, config.run.seed, updates=config.updates)
     sizes = choose_sizes(config, hardware, model, min(prepared.longest, loaded.context))
     return Roles(loaded, model, sizes)
 
@@ -93,6 +93,7 @@ def make_trainer(
         recompute=config.model.activation_checkpointing,
         value_head=value_head(roles.model) if shared else None,
         value_rate=config.critic.optimizer.learning_rate if shared else None,
+        moving_ranks=reinforcement,
     )
 
 

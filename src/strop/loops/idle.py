@@ -39,12 +39,13 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield _problem(
             "evaluation.samples", "at temperature 0, where every sample is the same", "set evaluation.temperature too"
         )
-    # Adapters are matrices, all of which Muon updates itself; a scalar head and DoRA's magnitudes are left to AdamW.
+    # Adapters are matrices, all of which Muon updates itself; a scalar head, DoRA's magnitudes and AdaLoRA's singular
+    # values are left to AdamW.
     lora = config.model.lora
     scalar = config.critic.shared or (
         config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
     )
-    matrices_only = lora is not None and not lora.dora and not scalar
+    matrices_only = lora is not None and not lora.dora and lora.adaptive is None and not scalar
     for key, optimizer in optimizers_of(config).items():
         # A critic is trained whole.
         yield from _idle_optimizer(key, optimizer, matrices_only and key != "critic.optimizer")

@@ -57,6 +57,7 @@ class SupervisedRun(BaseRun):
             reference=getattr(self.objective, "needs_reference", False),
             recompute=config.model.activation_checkpointing,
             head="score" if prepared.scalar else "logprobs",
+            moving_ranks=True,
         )
         self._held_out: TokenBatch | None = None
         self._step_started = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -67,8 +67,12 @@ class MasterOptimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def step(self) -> dict[str, Tensor | float]:
+    def step(self, after: Callable[[], None] | None = None) -> dict[str, Tensor | float]:
         """Clip, update, round to the parameters. Returns the norm before clipping (a tensor) and the learning rate.
+
+        Args:
+            after: called when the parameters are updated and their gradients are still there; it may change parameters
+                that are float32.
 
         Raises:
             RunFailure: the gradient is not finite; nothing was changed.
@@ -92,9 +96,22 @@ class MasterOptimizer:
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
+            if after is not None:
+                self._look(after)
         self.updates += 1
         self.zero_grad()
         return {"grad_norm": norm, "learning_rate": rate}
+
+    def _look(self, after: Callable[[], None]) -> None:
+        """Let somebody see and change parameters whose gradients, and masters, may be elsewhere."""
+        apart = [(p, self.masters[name]) for name, p in self.parameters.items() if self.masters[name] is not p]
+        for parameter, master in apart:
+            if master.grad is not None:
+                parameter.grad = master.grad.to(parameter.device, parameter.dtype)
+        after()
+        for parameter, master in apart:
+            if parameter.dtype == torch.float32:
+                master.copy_(parameter)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from strop.algorithms.base import LossTerms, Objective
 from strop.algorithms.batch import TokenBatch
 from strop.config.training import OptimizerSettings
+from strop.models.adaptive import adaptive_ranks
 from strop.models.attention import running
 from strop.models.forward import packed_hidden, score_streams, token_logprobs
 from strop.models.logprobs import Entropy
@@ -56,6 +57,7 @@ class SingleDeviceTrainer:
             (`models/scalar.py`) the number at the token itself ("score") or at the one before it ("value").
         value_head: a scalar head on the backbone of a causal model, trained with it: see `logprobs_and_values` and
             `WithValues`. value_rate: its peak learning rate, which follows the schedule of the model's.
+        moving_ranks: let the ranks of adapters move that were made for it (`models/adaptive.py`).
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class SingleDeviceTrainer:
         head: Head = "logprobs",
         value_head: nn.Linear | None = None,
         value_rate: float | None = None,
+        moving_ranks: bool = False,
     ) -> None:
         self.model: Any = model
         self.device = next(model.parameters()).device
@@ -92,6 +95,7 @@ class SingleDeviceTrainer:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             if self._adapters:
                 self.model.enable_input_require_grads()
+        self._ranks = adaptive_ranks(model) if moving_ranks else None
         self._value_head = value_head
         trained = list(model.named_parameters())
         scales = {}
@@ -175,7 +179,11 @@ class SingleDeviceTrainer:
         save_file({k: v.contiguous() for k, v in self.optimizer.state().items()}, directory / "optimizer.safetensors")
         weights = {name: p.detach().contiguous() for name, p in self.optimizer.parameters.items()}
         save_file(weights, directory / "trainable.safetensors")
-        return {"updates": self.optimizer.updates}
+        state: dict[str, Any] = {"updates": self.optimizer.updates}
+        if self._ranks is not None:
+            moments, state["ranks"] = self._ranks.state()
+            save_file({name: moment.contiguous() for name, moment in moments.items()}, directory / "ranks.safetensors")
+        return state
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """Take back what `save` wrote."""
@@ -184,6 +192,8 @@ class SingleDeviceTrainer:
             for name, parameter in self.optimizer.parameters.items():
                 parameter.copy_(weights[name])
         self.optimizer.load(load_file(directory / "optimizer.safetensors"), int(state["updates"]))
+        if self._ranks is not None:
+            self._ranks.load(load_file(directory / "ranks.safetensors"), state["ranks"])
 
     def close(self) -> None:
         self.optimizer.close()
@@ -241,7 +251,8 @@ class SingleDeviceTrainer:
     ) -> list[tuple[Tensor, Tensor]]:
         """One optimizer update; returns for each micro-batch its sequences and its log-probabilities [N]."""
         # With dropout the values that a head alone learns would be others than those that it is asked for.
-        self.model.train(not getattr(objective, "head_alone", False))
+        head_alone = getattr(objective, "head_alone", False)
+        self.model.train(not head_alone)
         seen = []
         denominators = objective.denominators(batch)
         trained = int(batch.loss_mask.sum())
@@ -255,7 +266,13 @@ class SingleDeviceTrainer:
             seen.append((micro.sequences, values.detach()))
             if first:
                 totals.mismatch(micro.scatter(values.detach()), micro, trained)
-        totals.updated(self.optimizer.step())
+        if self._ranks is None or head_alone:
+            totals.updated(self.optimizer.step())
+        else:
+            penalty = self._ranks.penalty()
+            penalty.backward()
+            totals.add_term("orthogonality", penalty.detach())
+            totals.updated(self.optimizer.step(self._ranks.reallocate))
         return seen
 
     def _cut(self, batch: TokenBatch, objective: Objective) -> list[MicroBatch]:
@@ -332,6 +349,11 @@ class _Totals:
                 self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
             else:
                 self._sum(name, picked.sum() / trained)
+
+    def add_term(self, name: str, term: Tensor) -> None:
+        """A term that is no sum over micro-batches."""
+        self._sum(f"loss/{name}", term)
+        self._sum("loss", term)
 
     def mismatch(self, logprobs: Tensor, micro: MicroBatch, trained: int) -> None:
         """How far the sampler's log-probabilities are from the trainer's, for the same weights."""

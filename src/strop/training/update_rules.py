@@ -42,12 +42,13 @@ def update_rules(
 
 
 def outer_weights(model: nn.Module) -> set[str]:
-    """Names of the weights of a causal model's embeddings, output head and scalar head."""
+    """Names of the weights of a causal model's embeddings, output head and scalar head, and of the singular values of
+    adapters, which are columns and no matrices."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     layers = [module for module in base.modules() if isinstance(module, nn.Embedding)]
     layers += [base.get_output_embeddings(), getattr(base, "score", None)]
     weights = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters(recurse=False)}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
+    return {name for name, weight in model.named_parameters() if id(weight) in weights or ".lora_E." in name}
 
 
 def _adamw(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> Optimizer:
