@@ -183,6 +183,7 @@ def tried(job: Job, first: dict[str, float]) -> dict[str, Any]:
     steps = found["steps"]
     numbers: dict[str, Any] = {
         "seconds": steps[-1]["total"],
+        "cpu_seconds": steps[-1]["cpu"],
         "first_loss": steps[0]["loss"],
         "peak_mib": round(found["peak"] / 2**20),
     }
@@ -228,7 +229,8 @@ def run(script: str, job: Job) -> dict[str, Any]:
 
 def comparison(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Ratios and what they are made of; a ratio of times above 1 says that strop is faster, of memory below 1 that it
-    needs less. `ratio` is that of whole repeats: the steps of a ragged one are not equally long."""
+    needs less. `ratio` is that of whole repeats: the steps of a ragged one are not equally long. Seconds of the
+    processor count all threads, and say more than those of the clock where the machine has other things to do."""
     mine, theirs = (summary(found[name]) for name in ("strop", "trl"))
     gaps = [abs(a - b) for a, b in zip(mine["losses"], theirs["losses"], strict=True)]
     tokens = [step["tokens"] for step in found["strop"][0]["steps"]]
@@ -237,6 +239,7 @@ def comparison(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "tokens_of_each_step": tokens,
         "trained_tokens_of_each_step": trained,
         "ratio": theirs["seconds_of_a_repeat"] / mine["seconds_of_a_repeat"],
+        "ratio_of_cpu_seconds": theirs["cpu_seconds_of_a_repeat"] / mine["cpu_seconds_of_a_repeat"],
         "ratio_of_medians": theirs["seconds_median"] / mine["seconds_median"],
         "ratio_of_minima": theirs["seconds_min"] / mine["seconds_min"],
         "ratio_of_peak_memory": mine["peak_mib"] / theirs["peak_mib"],
@@ -253,6 +256,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     flat = [value for one in seconds for value in one]
     return {
         "seconds_of_a_repeat": measure.median([sum(one) for one in seconds]),
+        "cpu_seconds_of_a_repeat": measure.median([sum(step["cpu"] for step in one["steps"][1:]) for one in runs]),
         "seconds_median": measure.median(flat),
         "seconds_min": min(flat),
         "seconds": seconds,

@@ -52,18 +52,19 @@ async def _steps(config: Any, measured: int) -> list[dict[str, float]]:
     async with open_supervised_run(config, fresh=True) as run:
         await run.begin()
         for step in range(1, measured + 2):
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             batch = run.next_batch()
             stats = run.update(batch)
             run.step = step
             metrics = run.record(batch, stats)
             await run.evaluate_and_save_if_due()
-            total = time.perf_counter() - started
+            total, cpu = time.perf_counter() - started, time.process_time() - started_cpu
             sizes = batch.lengths().tolist()
             examples = zip(batch.input_ids.split(sizes), batch.loss_mask.split(sizes), strict=True)
             found.append(
                 {
                     "total": total,
+                    "cpu": cpu,
                     "loss": metrics["loss"],
                     "tokens": metrics["tokens/read"],
                     "trained_tokens": metrics["tokens/trained"],

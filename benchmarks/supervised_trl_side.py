@@ -107,14 +107,15 @@ class Clock:
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
         self._seen: list[Example] = []
-        self._last = 0.0
+        self._last = self._last_cpu = 0.0
 
     def watching(self, compute_loss: Any) -> Any:
         def wrapped(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             self._seen += examples_of(inputs)
             # Looking is not TRL's work.
             self._last += time.perf_counter() - started
+            self._last_cpu += time.process_time() - started_cpu
             return compute_loss(model, inputs, *args, **kwargs)
 
         return wrapped
@@ -122,10 +123,13 @@ class Clock:
     def end_step(self) -> None:
         from rows import digest
 
-        now = time.perf_counter()
-        self.steps.append({"total": now - self._last, "digest": digest(self._seen)})
+        now, cpu = time.perf_counter(), time.process_time()
+        self.steps.append({"total": now - self._last, "cpu": cpu - self._last_cpu, "digest": digest(self._seen)})
         self._seen = []
-        self._last = time.perf_counter()
+        self.begin()
+
+    def begin(self) -> None:
+        self._last, self._last_cpu = time.perf_counter(), time.process_time()
 
     def callback(self) -> Any:
         from transformers import TrainerCallback
@@ -134,7 +138,7 @@ class Clock:
 
         class Steps(TrainerCallback):  # type: ignore[misc]
             def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-                clock._last = time.perf_counter()
+                clock.begin()
 
             def on_step_end(self, *args: Any, **kwargs: Any) -> None:
                 clock.end_step()

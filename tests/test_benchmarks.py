@@ -189,9 +189,9 @@ def test_the_fastest_way_of_trl_that_computes_the_same_is_taken(monkeypatch: pyt
         "rebalanced, 4 in a pass",
     ]
     answers = {
-        "same": {"steps": [{"loss": 1.0005, "digest": 7}, {"total": 3.0}], "peak": 2**20},
-        "faster": {"steps": [{"loss": 1.1, "digest": 7}, {"total": 1.0}], "peak": 2**20},
-        "fastest": {"steps": [{"loss": 1.0, "digest": 8}, {"total": 0.5}], "peak": 2**20},
+        "same": {"steps": [{"loss": 1.0005, "digest": 7}, {"total": 3.0, "cpu": 3.0}], "peak": 2**20},
+        "faster": {"steps": [{"loss": 1.1, "digest": 7}, {"total": 1.0, "cpu": 1.0}], "peak": 2**20},
+        "fastest": {"steps": [{"loss": 1.0, "digest": 8}, {"total": 0.5, "cpu": 0.5}], "peak": 2**20},
         "broken": RuntimeError("no\nout of memory"),
     }
 
@@ -213,10 +213,10 @@ def test_the_fastest_way_of_trl_that_computes_the_same_is_taken(monkeypatch: pyt
 
 def test_supervised_ratios_say_who_is_faster() -> None:
     def one(seconds: list[float], peak: int, losses: list[float]) -> dict[str, Any]:
-        sides = [
-            {"total": s, "loss": x, "tokens": 9, "trained_tokens": 5} for s, x in zip(seconds, losses, strict=True)
-        ]
-        return {"steps": sides, "peak": peak * 2**20, "versions": {}}
+        same = {"tokens": 9, "trained_tokens": 5}
+        pairs = zip(seconds, losses, strict=True)
+        steps = [{"total": time, "cpu": 2 * time, "loss": loss, **same} for time, loss in pairs]
+        return {"steps": steps, "peak": peak * 2**20, "versions": {}}
 
     found = module("supervised_against_trl").comparison(
         {
@@ -225,6 +225,7 @@ def test_supervised_ratios_say_who_is_faster() -> None:
         }
     )
     assert (found["ratio"], found["ratio_of_minima"], found["ratio_of_medians"]) == (2.5, 4.0, 2.5)
+    assert found["ratio_of_cpu_seconds"] == 2.5
     assert found["ratio_of_peak_memory"] == 0.25
     assert found["losses_differ_by_at_most"] == pytest.approx(0.2)
     check = module("supervised_against_trl").check_same
