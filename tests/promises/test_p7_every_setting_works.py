@@ -125,6 +125,12 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "code": lambda: recipe(model={"path": "code"}),
     "wide": lambda: recipe(**{"model.create.hidden_size": 128, "model.create.intermediate_size": 1024}),
     "lora": lambda: recipe(**{"model.lora": {"rank": 4}}),
+    "adaptive": lambda: recipe(
+        **{
+            "model.lora": {"rank": 4, "adaptive": {"target_rank": 2, "tinit": 1, "tfinal": 2, "delta_t": 1}},
+            **OFF_POLICY,
+        }
+    ),
     "chat": lambda: recipe(model={"path": "chat"}),
     "chat rendered": lambda: recipe(model={"path": "chat"}, **{"data.render": "chat"}),
     "two digits": lambda: recipe(**{"data.train.arguments.digits": 2, "data.max_prompt_tokens": 5}),
@@ -183,6 +189,14 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "critic of files": lambda: recipe(
         model={"path": "first"}, **{"algorithm.name": "ppo", "critic.optimizer.learning_rate": 1e-2}
+    ),
+    "shared critic": lambda: recipe(
+        **{
+            "algorithm.name": "ppo",
+            "critic": {"shared": True, "optimizer": {"learning_rate": 1e-2}},
+            "run.steps": 3,
+            **OFF_POLICY,
+        }
     ),
     "discounted": lambda: recipe(**{"algorithm.name": "reinforce_pp"}),
     "solved": lambda: verified(
@@ -301,6 +315,13 @@ TABLE: dict[str, Case] = {
     "model.lora.dora": Case(True, context="lora"),
     "model.lora.dropout": Case(0.5, context="lora"),
     "model.lora.targets": Case(["q_proj"], context="lora"),
+    "model.lora.adaptive.target_rank": Case(1, context="adaptive"),
+    "model.lora.adaptive.tinit": Case(4, context="adaptive"),
+    "model.lora.adaptive.tfinal": Case(5, context="adaptive"),
+    "model.lora.adaptive.delta_t": Case(3, context="adaptive"),
+    "model.lora.adaptive.beta1": Case(0.01, context="adaptive"),
+    "model.lora.adaptive.beta2": Case(0.01, context="adaptive"),
+    "model.lora.adaptive.orth_reg_weight": Case(5.0, context="adaptive"),
     "model.activation_checkpointing": Case(True, "blocks", steady=True),
     "model.trust_remote_code": Case(True, "outcome", "code"),
     **of_a_source("data.train", "parameters"),
@@ -391,6 +412,8 @@ TABLE: dict[str, Case] = {
     "training.epochs": Case(2),
     "training.tokens_per_micro_batch": Case(24, "passes", steady=True),
     "training.logprob_chunk": Case(8, "logits", steady=True),
+    "critic.shared": Case(True, context="critic"),
+    "critic.value_coef": Case(1.0, context="shared critic"),
     "critic.path": Case("judge-1", context="critic of files"),
     "critic.warmup_steps": Case(1, context="critic"),
     **of_an_optimizer("critic.optimizer", "critic", "critic falling"),

@@ -42,6 +42,8 @@ class Objective(Protocol):
     likely token is the trained one, and 0 elsewhere. And `logs_entropy`, False where nobody asks how certain the model
     is. And `needs_targets`: the loss compares whole distributions, as `algorithms/targets.py` says; they are taken at
     `targets_temperature`, or without such an attribute at the trainer's.
+    And `needs_values`: `batch.extra["new_values"]` [T] is then what a value head on the same backbone gives, with a
+    graph; with `head_alone` nothing but this head has a gradient.
     """
 
     needs_entropy: bool

@@ -70,6 +70,25 @@ class Config(StrictModel):
             raise ValueError("offline.rewards is `verify`, and there is no `rewards` to say what a completion is worth")
         return self
 
+    @property
+    def updates(self) -> int:
+        """Optimizer updates that the trained model gets in the whole run."""
+        if self.supervised is not None:
+            return self.run.steps
+        return max(0, self.run.steps - self.critic.warmup_steps) * self.training.mini_batches * self.training.epochs
+
+    @model_validator(mode="after")
+    def _ranks_have_time(self) -> Self:
+        adaptive = None if self.model.lora is None else self.model.lora.adaptive
+        if adaptive is not None:
+            tinit, tfinal, _ = adaptive.phases(self.updates)
+            if tinit >= self.updates - tfinal:
+                raise ValueError(
+                    f"model.lora.adaptive.tinit ({tinit}) and model.lora.adaptive.tfinal ({tfinal}) leave none of the "
+                    f"run's {self.updates} updates to reallocate ranks in: lower them, or raise run.steps"
+                )
+        return self
+
     @model_validator(mode="after")
     def _batches_divide(self) -> Self:
         groups, parts = self.rollout.groups_per_step, self.training.mini_batches

@@ -290,7 +290,8 @@ def _range(bounds: tuple[Any, ...]) -> str:
     if {"ge", "le"} <= limits.keys():
         return f" from {limits['ge']} to {limits['le']}"
     words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
-    return "".join(f" {words[name]} {value}" for name, value in limits.items())
+    told = [f"{words[name]} {value}" for name, value in limits.items()]
+    return f" {' and '.join(told)}" if told else ""
 
 
 def _any_of(words: Sequence[str]) -> str:

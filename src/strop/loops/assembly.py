@@ -19,7 +19,7 @@ from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.step_batch import has_spread
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
-from strop.models.scalar import with_scalar_head
+from strop.models.scalar import value_head, with_scalar_head
 from strop.planning.hardware import Sizes, choose_sizes
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
@@ -66,7 +66,7 @@ def load_roles(prepared: Prepared | PreparedExamples, *, scalar: bool = False) -
         loaded = replace(loaded, model=with_scalar_head(loaded.model, pad_id=loaded.pad_id))
     model: Any = loaded.model
     if config.model.lora is not None:
-        model = add_lora(loaded.model, config.model.lora, config.run.seed)
+        model = add_lora(loaded.model, config.model.lora, config.run.seed, updates=config.updates)
     sizes = choose_sizes(config, hardware, model, min(prepared.longest, loaded.context))
     return Roles(loaded, model, sizes)
 
@@ -81,6 +81,7 @@ def make_trainer(
 ) -> SingleDeviceTrainer:
     """The trainer of reinforcement learning, or of the supervised warm-up."""
     config = prepared.config
+    shared = reinforcement and config.critic.shared
     return SingleDeviceTrainer(
         roles.model,
         optimizer,
@@ -92,6 +93,9 @@ def make_trainer(
         epochs=config.training.epochs if reinforcement else 1,
         reference=reinforcement and prepared.needs_reference,
         recompute=config.model.activation_checkpointing,
+        value_head=value_head(roles.model) if shared else None,
+        value_rate=config.critic.optimizer.learning_rate if shared else None,
+        moving_ranks=reinforcement,
     )
 
 

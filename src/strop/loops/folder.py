@@ -106,8 +106,11 @@ def check_same(run: Path, config: Config, inputs: Inputs) -> None:
             where=str(run),
             mend="name the checkpoint that it was, if it is still there, or start a new run with --fresh",
         )
-    if saved.run.steps != config.run.steps and config.training.optimizer.schedule != "constant":
-        changed.append(("run.steps (the learning rate follows it)", saved.run.steps, config.run.steps))
+    if saved.run.steps != config.run.steps:
+        if config.training.optimizer.schedule != "constant":
+            changed.append(("run.steps (the learning rate follows it)", saved.run.steps, config.run.steps))
+        if config.model.lora is not None and config.model.lora.adaptive is not None:
+            changed.append(("run.steps (the ranks of adapters follow it)", saved.run.steps, config.run.steps))
     if changed:
         listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""

@@ -15,7 +15,7 @@ from strop.config.data import DataSource
 from strop.config.offline import RolloutColumns
 from strop.config.rollout import RolloutSettings
 from strop.config.run import EvaluationSettings
-from strop.config.training import OptimizerSettings
+from strop.config.training import CriticSettings, OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.selection import metric_problems
 
@@ -37,13 +37,17 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield from _idle_beside_rollouts(config)
     yield from _idle_evaluation(config)
     yield from metric_problems(config)
-    # Adapters are matrices, all of which Muon updates itself; a scalar head and DoRA's magnitudes are left to AdamW.
+    # Adapters are matrices, all of which Muon updates itself; a scalar head, DoRA's magnitudes and AdaLoRA's singular
+    # values are left to AdamW.
     lora = config.model.lora
-    scalar = config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
-    matrices_only = lora is not None and not lora.dora and not scalar
+    scalar = config.critic.shared or (
+        config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
+    )
+    matrices_only = lora is not None and not lora.dora and lora.adaptive is None and not scalar
     for key, optimizer in optimizers_of(config).items():
         # A critic is trained whole.
         yield from _idle_optimizer(key, optimizer, matrices_only and key != "critic.optimizer")
+    yield from _idle_critic(config.critic)
     if config.model.create is not None and config.model.trust_remote_code:
         yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
@@ -124,7 +128,8 @@ def optimizers_of(config: Config) -> dict[str, OptimizerSettings]:
     found = {"training.optimizer": config.training.optimizer}
     if config.warmup is not None:
         found["warmup.optimizer"] = config.warmup.optimizer
-    found["critic.optimizer"] = config.critic.optimizer
+    if not config.critic.shared:
+        found["critic.optimizer"] = config.critic.optimizer
     return found
 
 
@@ -152,6 +157,20 @@ def _idle_optimizer(key: str, settings: OptimizerSettings, matrices_only: bool) 
                 yield _problem(f"{key}.{name}", why, f"set {key}.name to adamw")
     if settings.schedule == "constant" and settings.final_share:
         yield _problem(f"{key}.final_share", "with a constant learning rate", f"set {key}.schedule to linear or cosine")
+
+
+def _idle_critic(critic: CriticSettings) -> Iterator[UserError]:
+    default = CriticSettings()
+    if not critic.shared:
+        if critic.value_coef != default.value_coef:
+            yield _problem("critic.value_coef", "beside a critic with a backbone of its own", "set critic.shared: true")
+        return
+    if critic.path is not None:
+        yield _problem("critic.path", "with critic.shared, whose backbone is the policy's", "set critic.shared: false")
+    for name in OptimizerSettings.model_fields:
+        if name != "learning_rate" and getattr(critic.optimizer, name) != getattr(default.optimizer, name):
+            where = f"critic.optimizer.{name}"
+            yield _problem(where, "with critic.shared, which has one optimizer", f"set training.optimizer.{name}")
 
 
 def _idle_source(key: str, settings: DataSource) -> Iterator[UserError]:

@@ -103,9 +103,7 @@ def prepare(config: Config) -> Prepared:
     longest = expected + config.rollout.max_new_tokens
     _check_others(config, facts, shown, longest)
     about = "" if seen is None else described(config, train, seen)
-    return Prepared(
-        config, hardware, facts, train, shown, held_out, scorer, held_out_scorer, algorithm, longest, about
-    )
+    return Prepared(config, hardware, facts, train, shown, held_out, scorer, held_out_scorer, algorithm, longest, about)
 
 
 def _check_others(config: Config, facts: ModelFacts, shown: PromptDataset | None, longest: int) -> None:

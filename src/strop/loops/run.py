@@ -13,7 +13,7 @@ from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
 from strop.loops.algorithm import demands_of
 from strop.loops.base_run import GIB, BaseRun
-from strop.loops.critic import Critic, make_critic
+from strop.loops.critic import Critic, SharedCritic, make_critic
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
@@ -48,7 +48,7 @@ class Run(BaseRun):
         self.publisher = assembly.make_publisher(roles, self.engine)
         self.algorithm = prepared.algorithm
         self.teacher = teacher
-        self.critic: Critic | None = None
+        self.critic: Critic | SharedCritic | None = None
         self._demands = demands_of(prepared.algorithm)
         self.stream: PromptStream = assembly.make_stream(prepared)
         self.collector = assembly.make_collector(
@@ -123,13 +123,11 @@ class Run(BaseRun):
         """All updates of this step; returns metrics."""
         self.display.phase("training")
         started = time.perf_counter()
-        stats: dict[str, float] = {}
-        if self.critic is None or self.step >= self.config.critic.warmup_steps:
+        if self.critic is None:
             stats = self.trainer.update(batch, self.algorithm)
         else:
-            batch.extra["logprobs"] = self.trainer.logprobs(batch)
-        if self.critic is not None:
-            stats |= self.critic.update(batch)
+            alone = self.step < self.config.critic.warmup_steps
+            stats = self.critic.update_both(batch, self.trainer, alone=alone)
         # Where a correction has measured the mismatch, it did so before it took tokens out.
         stats |= step_batch.mismatch(batch, recorded=self._recorded) | self._batch_metrics
         self._times["time/training"] = time.perf_counter() - started
@@ -217,7 +215,7 @@ class Run(BaseRun):
         self.trainer = assembly.make_trainer(
             self.prepared, self.roles, training.optimizer, total_updates=updates, reinforcement=True
         )
-        self.critic = make_critic(self.prepared, self.roles)
+        self.critic = make_critic(self.prepared, self.roles, self.trainer)
 
     @classmethod
     def _load(cls, prepared: Prepared) -> tuple[assembly.Roles, dict[str, Any]]:

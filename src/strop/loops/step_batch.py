@@ -21,7 +21,7 @@ from strop.rollout.episode import Episode, Group, TokenStream
 from strop.training.batching import token_batch
 
 if TYPE_CHECKING:
-    from strop.loops.critic import Critic
+    from strop.loops.critic import Critic, SharedCritic
 
 
 @dataclass
@@ -89,12 +89,21 @@ def lay_out(
 
 
 def fill(
-    batch: TokenBatch, algorithm: Any, demands: Demands, trainer: Any, teacher: Teachers | None, critic: Critic | None
+    batch: TokenBatch,
+    algorithm: Any,
+    demands: Demands,
+    trainer: Any,
+    teacher: Teachers | None,
+    critic: Critic | SharedCritic | None,
 ) -> dict[str, float]:
     """Ask the roles for their log-probabilities, correct for the sampler, compute advantages; returns metrics."""
     if demands.reference:
         batch.ref_logprobs = trainer.logprobs(batch, role="reference")
-    if demands.old_logprobs:
+    if demands.critic:
+        assert critic is not None
+        # First: a critic on the policy's backbone gives the policy's log-probabilities in the same pass.
+        batch.values = critic.values(batch)
+    if demands.old_logprobs and batch.old_logprobs is None:
         batch.old_logprobs = trainer.logprobs(batch, role="policy")
     metrics: dict[str, float] = {}
     if demands.teacher:
@@ -109,9 +118,6 @@ def fill(
         metrics["kl/teacher"] = float(gap.mean()) if len(gap) else 0.0
     if demands.old_logprobs and demands.correct:
         metrics |= _numbers(algorithm.correct(batch))
-    if demands.critic:
-        assert critic is not None
-        batch.values = critic.values(batch)
     batch.advantages = algorithm.advantages(batch)
     return metrics
 

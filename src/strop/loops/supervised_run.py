@@ -75,6 +75,7 @@ class SupervisedRun(BaseRun):
             recompute=config.model.activation_checkpointing,
             head="score" if prepared.scalar else "logprobs",
             neftune_alpha=self.settings.neftune_alpha or 0.0,
+            moving_ranks=True,
         )
         self._held_out: tuple[list[ExampleRow], TokenBatch] | None = None
         self._step_started = 0.0

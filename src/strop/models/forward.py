@@ -85,12 +85,28 @@ def packed_logprobs(
 
     hits: see `linear_logprobs`.
     """
-    hidden = packed_hidden(model, inputs)
+    hidden = packed_hidden(model, inputs).index_select(0, inputs.predictors)
+    return token_logprobs(
+        model, hidden, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy, hits=hits
+    )
+
+
+def token_logprobs(
+    model: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 512,
+    entropy: Entropy = "none",
+    hits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same from the hidden states [N, H] that predict the targets [N]."""
     weight, bias, softcap = output_head(model)
     return linear_logprobs(
-        hidden.index_select(0, inputs.predictors),
+        hidden,
         weight,
-        inputs.targets,
+        targets,
         bias=bias,
         temperature=temperature,
         softcap=softcap,

@@ -195,10 +195,13 @@ def context_length(folder: Path, tokenizer: PreTrainedTokenizerBase, *, trust_re
     return int(tokenizer.model_max_length) if 0 < tokenizer.model_max_length < UNBOUNDED else UNBOUNDED
 
 
-def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> PeftModel:
+def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int, *, updates: int = 1) -> PeftModel:
     """Freeze the weights and put a float32 adapter on each target; the model computes the same until it is trained.
 
     The adapters' first values depend on the seed only; the global random state is left as it was.
+
+    Args:
+        updates: optimizer updates of the whole run; with `adaptive`, the ranks move by them.
 
     Raises:
         ModelError: a target is no linear layer of the model, or is an output head tied to the embeddings.
@@ -206,20 +209,23 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> PeftMod
     import peft
     import torch
 
+    from strop.models.adaptive import adaptive_config
+
     training = model.training
     _check_targets(model, settings.targets)
     scalar = isinstance(getattr(model, "score", None), torch.nn.Linear)
-    config = peft.LoraConfig(
-        task_type=None if scalar else "CAUSAL_LM",
+    common: dict[str, Any] = {
+        "task_type": None if scalar else "CAUSAL_LM",
         # A scalar head is new and has to be learned whole.
-        exclude_modules=["score"] if scalar else None,
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        lora_dropout=settings.dropout,
-        target_modules=settings.targets,
-        use_rslora=settings.rank_stabilised,
-        use_dora=settings.dora,
-    )
+        "exclude_modules": ["score"] if scalar else None,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": settings.targets,
+    }
+    if settings.adaptive is not None:
+        config = adaptive_config(settings, updates, **common)
+    else:
+        config = peft.LoraConfig(r=settings.rank, use_rslora=settings.rank_stabilised, use_dora=settings.dora, **common)
     try:
         with seeded(seed), quiet():
             adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=True)
