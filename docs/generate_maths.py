@@ -87,6 +87,11 @@ EXAMPLES: dict[str, list[str]] = {
     ],
     "reinforce": ["reinforce(new, a)"],
     "gspo": ["gspo(new, old, a, everyone, one)"],
+    "topr": [
+        "topr(new, old, -everyone.float(), everyone, one)",
+        "topr(new - 0.5, old, -everyone.float(), everyone, one)",
+        "topr(new - 0.5, old, everyone.float(), everyone, one)",
+    ],
     "gmpo": ["gmpo(new, old, a, everyone, one)"],
     "cispo": ["cispo(new, old, a)"],
     "sapo": ["sapo(new, old, a)"],
@@ -137,6 +142,14 @@ EXAMPLES: dict[str, list[str]] = {
         f'topk_kl(tensor([[0.5, 0.3]]).log(), tensor([[0.6, 0.3]]).log(), direction="{way}")'
         for way in ("reverse", "forward")
     ],
+    "event_divergence": [
+        f'event_divergence(tensor([[0.5, 0.3, 0.2]]).log(), tensor([[0.2, 0.7, 0.1]]).log(), "{kind}")'
+        for kind in ("forward_kl", "reverse_kl", "jensen_shannon")
+    ]
+    + [
+        'event_divergence(tensor([[0.5, 0.3, 0.2]]).log(), tensor([[0.2, 0.7, 0.1]]).log(), "jensen_shannon", beta=0.1)'
+    ],
+    "mixture": ["mixture(tensor([[0.5, 0.5], [0.1, 0.9]]).log(), [1.0, 3.0]).exp()"],
     "dpo": [
         "dpo(tensor([-1.0]), tensor([-2.0]), tensor([-1.0]), tensor([-2.0]))",
         "dpo(tensor([-1.0]), tensor([-4.0]), tensor([-1.0]), tensor([-2.0]))",

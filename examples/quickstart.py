@@ -13,11 +13,11 @@ async def main() -> None:
     config = strop.load_config(RECIPE, ["run.name=loop", *sys.argv[1:]])
     async with strop.open_run(config) as run:
         await run.begin()  # the warm-up, and the score before
-        for step in range(run.step + 1, config.run.steps + 1):
+        while not run.done:
             groups = await run.collect()  # completions, scored
             batch = run.build_batch(groups)  # advantages
             stats = run.update(batch)  # gradients
-            run.step = step
+            run.step += 1
             await run.publish()  # the engine serves the new weights, and proves it
             run.record(groups, batch, stats)
             await run.evaluate_and_save_if_due()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -72,6 +74,19 @@ def test_logprobs_in_chunks_have_the_same_gradients(tmp_path: Path) -> None:
     assert found["chunked"]["peak_mib"] > 0
 
 
+def test_more_tokens_told_apart_lose_less(tmp_path: Path) -> None:
+    numbers = smoke("distillation", tmp_path / "r.json")
+    assert numbers["seconds"].keys() == {"logprobs", "topk"}
+    few, many = (numbers["noise_0.3"][k] for k in ("4", "16"))
+    assert few["coverage"] < many["coverage"] < 1
+    for kind in ("forward_kl", "reverse_kl", "jensen_shannon"):
+        assert few[kind]["share_of_whole"] < many[kind]["share_of_whole"] <= 1
+        assert few[kind]["gradient_error"] > many[kind]["gradient_error"]
+        assert numbers["noise_0.3"]["16 float16"][kind]["share_of_whole"] == pytest.approx(
+            many[kind]["share_of_whole"], abs=0.01
+        )
+
+
 def test_strops_side_of_a_grpo_step_splits_its_time(tmp_path: Path) -> None:
     from strop.config.model import NewModel
     from strop.models.create import create_model
@@ -100,6 +115,138 @@ def test_strops_side_of_a_grpo_step_splits_its_time(tmp_path: Path) -> None:
         assert step["prompt_tokens"] == 12 * 4
     summary = module("against_trl").summary([found], 12)
     assert math.isclose(summary["completions_per_minute"] * summary["seconds"]["total"], 60 * 12)
+
+
+def supervised_job(method: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """A job of two measured steps on a tiny model, as the side gets it."""
+    benchmark = module("supervised_against_trl")
+    path = benchmark.model_folder("tiny", folder / "model")
+    options = argparse.Namespace(rows=3, steps=2, median=20, threads=1)
+    made = benchmark.make_job("tiny", path, method, "ragged", folder, options)
+    return {**asdict(made), **changes}
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_strops_side_of_supervised_steps_shows_what_it_was_trained_on(method: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    job = supervised_job(method, tmp_path)
+    found = module("supervised_strop_side").main(job)
+    assert len(found["steps"]) == 3  # the warm-up is the first
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
+    for number, step in enumerate(found["steps"]):
+        chosen = rows[3 * number : 3 * number + 3]
+        examples = [
+            # As TRL reads them: prompt and completion together, then the end-of-text token.
+            (tokenizer(row["prompt"])["input_ids"], tokenizer(row["prompt"] + row[name] + "<eos>")["input_ids"])
+            for row in chosen
+            for name in row.keys() - {"prompt"}
+        ]
+        masks = [(ids, [at >= len(before) for at in range(len(ids))]) for before, ids in examples]
+        assert step["digest"] == module("rows").digest(masks)
+        assert step["tokens"] == sum(len(ids) for ids, _ in masks)
+        assert step["trained_tokens"] == sum(sum(mask) for _, mask in masks)
+        assert step["total"] > 0
+    assert found["steps"][0]["loss"] == pytest.approx(math.log(2 if method == "dpo" else 69), abs=0.1)
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_both_sides_show_the_same_digest(padding_free: bool) -> None:
+    examples = [([5, 6, 7, 8], [False, True, True, True]), ([9, 3], [False, True])]
+    if padding_free:
+        inputs = {
+            "input_ids": torch.tensor([[9, 3, 5, 6, 7, 8]]),
+            "labels": torch.tensor([[-100, 3, -100, 6, 7, 8]]),
+            "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]),
+        }
+    else:
+        inputs = {
+            "input_ids": torch.tensor([[5, 6, 7, 8], [9, 3, 0, 0]]),
+            "completion_mask": torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+        }
+    digest = module("rows").digest
+    seen = list(module("supervised_trl_side").examples_of(inputs))
+    assert digest(seen) == digest(examples)
+    assert digest(seen) != digest([([5, 6, 7, 8], [False, False, True, True]), examples[1]])
+
+
+def test_rows_have_the_lengths_asked_for(character_tokenizer: Any, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    benchmark, rows = module("supervised_against_trl"), module("rows")
+    tokenizer = AutoTokenizer.from_pretrained(benchmark.model_folder("tiny", tmp_path / "model"))
+    drawn = rows.ragged_lengths(300, median=90)
+    assert min(drawn) >= rows.SHORTEST
+    assert max(drawn) <= rows.LONGEST
+    assert 80 < sorted(drawn)[150] < 100
+    for pairs, name in ((False, "completion"), (True, "chosen")):
+        made = rows.example_rows(tokenizer, drawn[:20], pairs=pairs, even=False)
+        lengths = [len(tokenizer(row["prompt"] + row[name] + "<eos>")["input_ids"]) for row in made]
+        assert lengths == [max(length, len(row["prompt"]) + 4) for length, row in zip(drawn, made, strict=False)]
+    even = rows.example_rows(tokenizer, [40] * 5, pairs=True, even=True)
+    assert {(len(row["prompt"]), len(row["chosen"]), len(row["rejected"])) for row in even} == {(16, 23, 23)}
+
+
+def test_the_fastest_way_of_trl_that_computes_the_same_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = module("supervised_against_trl")
+    job = benchmark.Job(model="m", data="d", method="sft", rows=8, steps=1, learning_rate=1.0, threads=1)
+    names = [way.name for way in benchmark.options_of(job, None, even=False)]
+    assert names == [
+        "padded, 1 in a pass",
+        "padded, 4 in a pass",
+        "padded, 8 in a pass",
+        "padding-free, 4 in a pass",
+        "padding-free, 8 in a pass",
+        "rebalanced, 4 in a pass",
+    ]
+    answers = {
+        "same": {"steps": [{"loss": 1.0005, "digest": 7}, {"total": 3.0, "cpu": 3.0}], "peak": 2**20},
+        "faster": {"steps": [{"loss": 1.1, "digest": 7}, {"total": 1.0, "cpu": 1.0}], "peak": 2**20},
+        "fastest": {"steps": [{"loss": 1.0, "digest": 8}, {"total": 0.5, "cpu": 0.5}], "peak": 2**20},
+        "broken": RuntimeError("no\nout of memory"),
+    }
+
+    def run(script: str, asked: Any) -> Any:
+        answer = answers[asked]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(benchmark, "run", run)
+    trials = {name: benchmark.tried(name, {"loss": 1.0, "digest": 7}) for name in answers}
+    assert benchmark.fastest(trials) == "same"
+    assert "first loss" in trials["faster"]["left_out"]
+    assert "other rows" in trials["fastest"]["left_out"]
+    assert trials["broken"]["left_out"] == "it fails: out of memory"
+    with pytest.raises(RuntimeError, match="no way"):
+        benchmark.fastest({"broken": trials["broken"]})
+
+
+def test_supervised_ratios_say_who_is_faster() -> None:
+    def one(seconds: list[float], peak: int, losses: list[float]) -> dict[str, Any]:
+        same = {"tokens": 9, "trained_tokens": 5}
+        pairs = zip(seconds, losses, strict=True)
+        steps = [{"total": time, "cpu": 2 * time, "loss": loss, **same} for time, loss in pairs]
+        return {"steps": steps, "peak": peak * 2**20, "versions": {}}
+
+    found = module("supervised_against_trl").comparison(
+        {
+            "strop": [one([50.0, 1.0, 3.0], 100, [2.0, 1.5, 1.2])] * 3,
+            "trl": [one([90.0, 4.0, 6.0], 400, [2.0, 1.4, 1.0])] * 3,
+        }
+    )
+    assert (found["ratio"], found["ratio_of_minima"], found["ratio_of_medians"]) == (2.5, 4.0, 2.5)
+    assert found["ratio_of_cpu_seconds"] == 2.5
+    assert found["ratio_of_peak_memory"] == 0.25
+    assert found["losses_differ_by_at_most"] == pytest.approx(0.2)
+    check = module("supervised_against_trl").check_same
+    check([{"digest": 1, "loss": 2.0}], [{"digest": 1, "loss": 2.0009}])
+    with pytest.raises(RuntimeError, match="first losses"):
+        check([{"digest": 1, "loss": 2.0}], [{"digest": 1, "loss": 2.002}])
+    with pytest.raises(RuntimeError, match="same tokens"):
+        check([{"digest": 1, "loss": 2.0}], [{"digest": 2, "loss": 2.0}])
 
 
 def test_sides_take_turns() -> None:

@@ -56,7 +56,7 @@ def test_train_hands_over_recipe_overrides_and_flags(recipe: Path, monkeypatch: 
     assert run("train", recipe, "run.steps=3", "--fresh", "run.seed=4").exit_code == 0
     [(config, rest)] = calls
     assert (config.run.steps, config.run.seed) == (3, 4)
-    assert rest == {"fresh": True, "recipe": str(recipe)}
+    assert rest == {"fresh": True, "recipe": str(recipe), "retrain": []}
 
 
 def test_train_refuses_a_bad_recipe_before_anything_is_imported(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +189,51 @@ def test_export_hands_everything_over_and_prints_the_folder(monkeypatch: pytest.
     ]
 
 
+def test_rollout_hands_everything_over(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    found = SimpleNamespace(completions=12, prompts=3, path="o.jsonl", accuracy=0.5, reward=0.25, length=4.0, errors=1)
+
+    def rollout(config: Config, out: Path, **rest: Any) -> Any:
+        calls.append((config.run.seed, out, rest))
+        return found
+
+    stand_in(monkeypatch, "strop.loops.rollout", rollout=rollout)
+    result = run("rollout", recipe, "--out", "o.jsonl", "--prompts", "3", "--samples", "4", "--force", "run.seed=2")
+    assert result.exit_code == 0
+    for text in ("12 completions of 3 prompts written to o.jsonl", "50.0%", "0.2500", "4.0 tokens", "not verified"):
+        assert text in result.stdout
+    folder = recipe.parent / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(RECIPE)
+    found.accuracy = found.reward = float("nan")
+    found.errors = 0
+    result = run("rollout", folder, "--out", "o.parquet", "--checkpoint", "7")
+    assert result.exit_code == 0
+    assert not any(text in result.stdout for text in ("accuracy", "reward", "not verified"))
+    given = {"run": None, "checkpoint": None, "prompts": 3, "samples": 4, "force": True}
+    assert calls == [
+        (2, Path("o.jsonl"), given),
+        (0, Path("o.parquet"), {"run": folder, "checkpoint": 7, "prompts": None, "samples": None, "force": False}),
+    ]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_replay_exits_with_1_if_anything_differs(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    found = SimpleNamespace(equal=equal)
+    stand_in(
+        monkeypatch,
+        "strop.loops.replay",
+        replay=lambda *given: calls.append(given) or found,
+        shown=lambda of: "the table" if of is found else "",
+    )
+    result = run("replay", "runs/a", "--step", "3")
+    assert (result.exit_code, result.stdout) == (0 if equal else 1, "the table\n")
+    assert calls == [(Path("runs/a"), 3)]
+    assert run("replay", "runs/a", "--step", "0").exit_code == 2
+    assert run("replay", "runs/a").exit_code == 2
+
+
 def test_models_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [
         SimpleNamespace(name="small", description="a small one", size="0.5 GB", path=None),
@@ -238,6 +283,8 @@ def test_every_command_has_help_with_examples() -> None:
         ["eval"],
         ["sample"],
         ["export"],
+        ["rollout"],
+        ["replay"],
         ["models", "fetch"],
         ["runs", "show"],
         ["config", "show"],

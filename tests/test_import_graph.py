@@ -27,9 +27,8 @@ MAY_IMPORT = {
     "planning": {"config"},
 }
 LOOPS = {"loops": set(MAY_IMPORT)}
-ENTRANCES = {
-    name: {*MAY_IMPORT, "loops", "cli", "cli_algorithms"} for name in ("__init__", "__main__", "cli", "cli_algorithms")
-}
+COMMANDS = ("cli", "cli_algorithms", "cli_options", "cli_rollouts")
+ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "__main__", *COMMANDS)}
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set()}
 KNOW_NOTHING = {"algorithms", "errors"}
 """Rooms that may not even import `strop.errors`, which every other room may."""

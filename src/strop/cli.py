@@ -12,6 +12,8 @@ from typer.core import TyperGroup
 
 from strop import __version__
 from strop.cli_algorithms import algorithms
+from strop.cli_options import DEBUG, Checkpoint, Debug, Overrides, load, run_or_recipe
+from strop.cli_rollouts import replay, rollout
 from strop.errors import StropError, UserError
 
 if TYPE_CHECKING:
@@ -34,17 +36,16 @@ class _Commands(TyperGroup):
                 raise
             _traceback(ctx)
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            hint = "" if ctx.meta.get(_DEBUG) else "\n  mend:  run the same command with --debug for the traceback"
+            hint = "" if ctx.meta.get(DEBUG) else "\n  mend:  run the same command with --debug for the traceback"
             _say(f"strop failed: {what}{hint}")
             raise typer.Exit(1) from None
 
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-_DEBUG = "strop.debug"
 
 
 def _traceback(ctx: typer.Context) -> None:
-    if ctx.meta.get(_DEBUG):
+    if ctx.meta.get(DEBUG):
         import traceback
 
         traceback.print_exc()
@@ -53,6 +54,8 @@ def _traceback(ctx: typer.Context) -> None:
 def _stopped(ctx: typer.Context) -> str:
     if ctx.invoked_subcommand == "train":
         return "stopped; the same command goes on from the last checkpoint"
+    if ctx.invoked_subcommand == "rollout":
+        return "stopped; the same command goes on behind the last prompts"
     return "stopped"
 
 
@@ -61,24 +64,11 @@ def _say(text: str) -> None:
     typer.secho(text, fg="red" if sys.stderr.isatty() else None, err=True)
 
 
-def _remember_debug(ctx: typer.Context, value: bool) -> None:
-    # `meta` is shared with the contexts of the groups around a command.
-    ctx.meta[_DEBUG] = value or ctx.meta.get(_DEBUG, False)
-
-
 def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"strop {__version__}")
         raise typer.Exit
 
-
-Debug = Annotated[
-    bool,
-    typer.Option("--debug", callback=_remember_debug, is_eager=True, help="Show the traceback when something fails."),
-]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the recipe.")
-]
 
 app = typer.Typer(
     cls=_Commands,
@@ -114,6 +104,8 @@ def _strop(
       strop runs list                                  what ran
       strop sample runs/quickstart                     talk to what came out
       strop export runs/quickstart --out FOLDER        take the model out of the run
+      strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
+      strop teach recipes/distill-tiny.yaml --out FILE keep what teachers say of a recipe's data
     Find out:
       strop config explain rollout                     what the keys of a section do
       strop config show recipes/quickstart.yaml        a recipe with every default written out
@@ -126,9 +118,13 @@ def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
     overrides: Overrides = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run instead of going on with the last.")] = False,
+    retrain: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STAGE", help="Train this stage of a pipeline, and those that use it, anew."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train, or go on with a stopped run.
+    """Train, or go on with a stopped run or pipeline.
 
     \b
     Examples:
@@ -136,11 +132,46 @@ def train(
       strop train recipes/quickstart.yaml run.steps=300 training.optimizer.learning_rate=1e-4
       strop train recipes/quickstart.yaml rewards.verifiers.0.weight=2 'rollout.stop=["\\n"]'
       strop train recipes/quickstart.yaml --fresh
+      strop train recipes/pipeline-tiny.yaml stages.ppo.run.steps=20
+      strop train recipes/pipeline-tiny.yaml --retrain ppo
     """
-    settings = _load(recipe, overrides)
+    from strop.config.pipeline_loading import load_recipe
+
+    settings = load_recipe(recipe, overrides or [])
     from strop.loops.train import train as train_recipe
 
-    train_recipe(settings, fresh=fresh, recipe=str(recipe))
+    train_recipe(settings, fresh=fresh, recipe=str(recipe), retrain=retrain or [])
+
+
+@app.command()
+def teach(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe of `supervised.method: distillation`.")],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write it; `supervised.targets` when not given.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Ask a recipe's teachers about its data once, and keep what they say in a file.
+
+    Training from that file (`supervised.targets`) needs no teacher.
+
+    \b
+    Examples:
+      strop teach recipes/distill-tiny.yaml --out targets.parquet
+      strop train recipes/distill-tiny.yaml supervised.targets=targets.parquet
+    """
+    settings = load(recipe, overrides)
+    from strop.loops.teach import now_and_then
+    from strop.loops.teach import teach as ask_teachers
+
+    found = ask_teachers(settings, out=out, progress=now_and_then(lambda line: typer.echo(line, err=True)))
+    typer.echo(str(found.path))
+    each = found.size / max(1, found.tokens)
+    typer.echo(f"{found.examples:,} examples, {found.tokens:,} trained tokens, the {found.k} likeliest told for each")
+    typer.echo(f"{found.size / 2**20:.1f} MiB, {each:.0f} bytes a trained token; {found.seconds:.0f} s")
+    if found.skipped:
+        typer.echo(f"{found.skipped:,} rows were too long and left out")
 
 
 @app.command("eval")
@@ -152,6 +183,7 @@ def evaluate(
         typer.Option(help="A model folder, a run or a fetched model to score instead of the recipe's model."),
     ] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Score only the first prompts, so many.")] = None,
+    checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
     """Score a model on held-out prompts (`data.eval`).
@@ -160,24 +192,24 @@ def evaluate(
     Examples:
       strop eval recipes/quickstart.yaml --model runs/quickstart
       strop eval runs/quickstart                       a run, by its own recipe
+      strop eval runs/quickstart --checkpoint 20       the run after 20 steps
       strop eval recipes/smollm2-cpu.yaml --prompts 50 evaluation.samples=4 evaluation.temperature=1
     """
-    file = recipe
-    if recipe.is_dir():
-        file = recipe / "config.yaml"
-        if not file.is_file():
-            raise UserError(
-                f"{recipe} is not the folder of a run: it has no config.yaml",
-                where=str(recipe.absolute()),
-                mend=f"to score a model folder, name a recipe too: strop eval RECIPE --model {recipe}",
-            )
-        model = model or str(recipe)
-    settings = _load(file, overrides)
+    run, file = run_or_recipe(recipe, "strop eval RECIPE --model {}")
+    if run is not None:
+        model = model or str(run)
+    settings = load(file, overrides)
+    if checkpoint is not None and model is None:
+        what, mend = "--checkpoint chooses among those of a run, and none is named", "add --model RUN"
+        raise UserError(what, where=f"--checkpoint {checkpoint}", mend=mend)
+    model = None if model is None else _checkpoint_of(model, checkpoint)
     from strop.loops.evaluate import evaluate_model
 
     scores = evaluate_model(settings, model=model, prompts=prompts)
     typer.echo(f"accuracy           {scores.accuracy:.1%}")
     typer.echo(f"reward             {scores.reward:.4f}")
+    for name, score in getattr(scores, "components", {}).items():
+        typer.echo(f"  {name:<16} {score:.4f}")
     typer.echo(f"completion length  {scores.length:.1f} tokens")
     typer.echo(f"completions        {scores.episodes}")
     if errors := getattr(scores, "errors", 0):
@@ -191,6 +223,7 @@ def sample(
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the most likely token.")] = 0.7,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
+    checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
     """Talk to a model: one prompt, or line by line.
@@ -201,9 +234,14 @@ def sample(
       strop sample smollm2-135m
       echo "Why is the sky blue?" | strop sample smollm2-135m --temperature 0
     """
+    model = _checkpoint_of(model, checkpoint)
     from strop.loops.sample import chat
 
     chat(model, prompt=prompt, temperature=temperature, max_new_tokens=max_new_tokens, system=system)
+
+
+app.command()(rollout)
+app.command()(replay)
 
 
 class _Dtype(StrEnum):
@@ -219,6 +257,7 @@ def export(
     dtype: Annotated[
         _Dtype | None, typer.Option(help="Number format of the weights; as they are when not set.")
     ] = None,
+    checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
     """Write a model as a folder of its own, and print the folder.
@@ -228,9 +267,10 @@ def export(
     \b
     Examples:
       strop export runs/quickstart --out quickstart-model
-      strop export runs/quickstart/checkpoints/step-000040 --out step-40 --dtype bfloat16
+      strop export runs/quickstart --checkpoint 40 --out step-40 --dtype bfloat16
       strop export runs/mine --out mine-adapter --adapter
     """
+    model = _checkpoint_of(model, checkpoint)
     from strop.models.export import export_model
 
     typer.echo(str(export_model(model, out, adapter=adapter, dtype=None if dtype is None else dtype.value)))
@@ -272,16 +312,18 @@ def runs_list(
 
 @runs.command("show")
 def runs_show(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or its name in `runs/`.")], debug: Debug = False
+    run: Annotated[Path, typer.Argument(help="The folder of a run or pipeline, or its name in `runs/`.")],
+    debug: Debug = False,
 ) -> None:
-    """Everything worth knowing of one run.
+    """Everything worth knowing of one run or pipeline.
 
     Example: strop runs show quickstart
     """
     from strop.tracking.runs import show_run
 
     in_runs = Path("runs") / run
-    typer.echo(show_run(in_runs if not run.exists() and len(run.parts) == 1 else run))
+    inside = len(run.parts) == 1 or in_runs.exists()
+    typer.echo(show_run(in_runs if not run.exists() and inside else run))
 
 
 @config.command("show")
@@ -298,18 +340,18 @@ def config_show(
     Example:
       strop config show recipes/quickstart.yaml algorithm.name=rloo
     """
-    settings = _load(recipe, overrides)
-    from strop.cli_algorithms import listed
+    from strop.config import Config
     from strop.config.loading import resolved_yaml
-    from strop.loops.algorithm import make_algorithm
-    from strop.loops.prepare_examples import listed_objective
+    from strop.config.pipeline_loading import load_recipe, resolved_pipeline
 
-    if settings.supervised is not None:
-        result = f"# the objective that results: {listed_objective(settings.supervised)}"
+    settings = load_recipe(recipe, overrides or [])
+    if isinstance(settings, Config):
+        text, results = resolved_yaml(settings), [f"# {_result(settings)}"]
     else:
-        result = f"# the algorithm that results: {listed(make_algorithm(settings))}"
-    typer.echo(resolved_yaml(settings), nl=False)
-    typer.echo(result)
+        text = resolved_pipeline(settings)
+        results = [f"# stage {name}: {_result(stage)}" for name, stage in settings.stages.items()]
+    typer.echo(text, nl=False)
+    typer.echo("\n".join(results))
 
 
 @config.command("explain")
@@ -340,15 +382,29 @@ def config_schema(debug: Debug = False) -> None:
     """
     import json
 
-    from strop.config.explain import schema
+    from strop.config.schema import schema
 
     typer.echo(json.dumps(schema(), indent=2, ensure_ascii=False))
 
 
-def _load(recipe: Path, overrides: list[str] | None) -> Config:
-    from strop.config.loading import load_config
+def _result(settings: Config) -> str:
+    """What the choices of a recipe come to."""
+    if settings.supervised is not None:
+        from strop.loops.prepare_examples import listed_objective
 
-    return load_config(recipe, overrides or [])
+        return f"the objective that results: {listed_objective(settings.supervised)}"
+    from strop.cli_algorithms import listed
+    from strop.loops.algorithm import make_algorithm
+
+    return f"the algorithm that results: {listed(make_algorithm(settings))}"
+
+
+def _checkpoint_of(model: str, checkpoint: str | None) -> str:
+    if checkpoint is None:
+        return model
+    from strop.models.find import checkpoint_of
+
+    return checkpoint_of(model, checkpoint)
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ NEEDS = {
     "needs_group": "two or more completions of each prompt (rollout.group_size)",
     "needs_reference": "the reference's log-probabilities",
     "needs_greedy": "the most likely completion of each prompt; one more for each group, not trained",
-    "needs_teacher": "a teacher (algorithm.teacher)",
+    "needs_teacher": "a teacher (algorithm.teacher), or several (algorithm.teachers)",
     "needs_critic": "a critic",
 }
 

@@ -47,3 +47,22 @@ def policy_logprobs(batch: TokenBatch, *, seed: int = 1, scale: float = 0.3) -> 
     assert batch.old_logprobs is not None
     noise = torch.randn(batch.loss_mask.shape, generator=draw, dtype=batch.old_logprobs.dtype) * scale
     return torch.where(batch.loss_mask, batch.old_logprobs + noise, 0.0).requires_grad_()
+
+
+def fill_targets(batch: TokenBatch, *, seed: int = 3) -> TokenBatch:
+    """A teacher's targets of two tokens a position, of which the first is the sampled one; NaN where it is masked."""
+    draw = torch.Generator().manual_seed(seed)
+    events = torch.randn(len(batch.seq_ids), 3, generator=draw, dtype=batch.sampler_logprobs.dtype).log_softmax(-1)
+    batch.extra["target_logprobs"] = torch.where(batch.loss_mask[:, None], events, torch.nan)
+    return batch
+
+
+def fill_student(batch: TokenBatch, logprobs: torch.Tensor) -> TokenBatch:
+    """What a student says of the same events that gives the sampled token this log-probability, and a third of the rest
+    to the second; with the graph of `logprobs`, and NaN where it is masked."""
+    inside = batch.loss_mask
+    sampled = torch.where(inside, logprobs, -1.0).clamp(max=-1e-3)
+    rest = torch.log(-torch.expm1(sampled))
+    events = torch.stack([sampled, rest - torch.log(torch.tensor(3.0)), rest + torch.log(torch.tensor(2 / 3))], -1)
+    batch.extra["student_logprobs"] = torch.where(inside[:, None], events, torch.nan)
+    return batch

@@ -230,6 +230,107 @@ def test_a_teacher_must_be_there_and_read_the_same_tokens() -> None:
     assert set(Path.cwd().glob("runs/*")) == before, "nothing may be written"
 
 
+TAUGHT = {"algorithm.name": "gkd", "algorithm.teacher": "teacher", "rollout.temperature": 0.7}
+
+
+def teachers_of(*seeds: int) -> None:
+    """Folders `teacher`, `teacher-1`, ... with models that know nothing, each of its own kind."""
+    from strop.config.model import NewModel
+    from strop.models.create import create_model
+    from strop.models.save import save_model
+
+    for number, seed in enumerate(seeds):
+        shape = {"hidden_size": 32 + 16 * number, "layers": 1, "heads": 2, "context": 32}
+        model, tokenizer = create_model(NewModel(characters="0123456789+=", **shape), seed=seed)
+        with torch.no_grad():
+            # Sharper than a new model, so that it matters whom one learns from.
+            model.get_output_embeddings().weight.mul_(20.0)
+        save_model(model, tokenizer, Path(f"teacher-{number}" if number else "teacher"))
+
+
+def test_gkd_learns_the_teachers_whole_distribution() -> None:
+    """The loss of the first step, by hand over every token of the vocabulary, and its fall."""
+    from transformers import AutoModelForCausalLM
+
+    teachers_of(5)
+    changes = {**TAUGHT, "algorithm.divergence": "reverse_kl", "algorithm.aggregation": "token_mean", "run.steps": 25}
+    folder, steps = run(**{**changes, "algorithm.top_k": 100, "checkpoint.every": 1, "checkpoint.keep": 100})
+    student = folder / "checkpoints" / "step-000000" / "model"
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, "teacher")]
+    total, count, gap = 0.0, 0, 0.0
+    for record in episodes_of(folder)[:16]:
+        ids = torch.tensor(record.tokens.tolist())
+        with torch.no_grad():
+            p, q = ((model(input_ids=ids[None]).logits[0, :-1] / 0.7).log_softmax(-1) for model in models)
+        inside = torch.from_numpy(record.loss_mask[1:])
+        total += float((p.exp() * (p - q)).sum(-1)[inside].sum())
+        gap += float((p - q).gather(1, ids[1:, None])[:, 0][inside].sum())
+        count += int(inside.sum())
+    for name in ("loss/policy", "distillation/divergence"):
+        assert steps[0][name] == pytest.approx(total / count, rel=1e-4)
+    assert steps[0]["kl/teacher"] == pytest.approx(gap / count, rel=1e-4)
+    assert steps[0]["distillation/coverage"] == pytest.approx(1.0)
+    assert steps[-1]["distillation/divergence"] < steps[0]["distillation/divergence"] / 4
+    assert steps[-1]["distillation/agreement"] > steps[0]["distillation/agreement"] + 0.3
+    assert all(not record.advantages.any() for record in episodes_of(folder))
+
+
+def test_gkd_without_a_difference_has_no_gradient() -> None:
+    model = train(load_config(None, data=recipe(**{"run.name": "self"})), fresh=True).model
+    changes = {**TAUGHT, "model": {"path": str(model)}, "algorithm.teacher": str(model), "run.steps": 1}
+    for kind in ("forward_kl", "reverse_kl", "jensen_shannon"):
+        _, steps = run(**{**changes, "algorithm.divergence": kind, "algorithm.top_k": 4})
+        assert steps[0]["distillation/divergence"] == pytest.approx(0, abs=1e-5)
+        assert steps[0]["grad_norm"] < 1e-4
+        assert 0 < steps[0]["distillation/coverage"] < 1
+
+
+@pytest.mark.parametrize("name", ["opd", "gkd"])
+def test_several_teachers_are_their_mixture(name: str) -> None:
+    teachers_of(5, 6)
+    both = [{"path": "teacher", "weight": 3.0}, {"path": "teacher-1"}]
+    changes: dict[str, Any] = {"algorithm.name": name, "run.steps": 1}
+    found = {}
+    for label, named in (("both", both), ("first", both[:1]), ("second", both[1:])):
+        named = [{**teacher, "weight": 1.0} for teacher in named] if len(named) == 1 else named
+        _, [metrics] = run(**{**changes, "algorithm.teachers": named, "run.name": label})
+        found[label] = episodes_of(Path("runs") / label), metrics
+    _, [single] = run(**{**changes, "algorithm.teacher": "teacher", "run.name": "single"})
+    assert single == found["first"][1], "a list of one is that one"
+    if name == "opd":
+        # Log of the weighted mean of probabilities, token by token.
+        for mixed, first, second in zip(*(records for records, _ in found.values()), strict=True):
+            inside = mixed.loss_mask
+            own = mixed.sampler_logprobs[inside]
+            a, b, c = (record.advantages[inside] + own for record in (mixed, first, second))
+            expected = torch.log(0.75 * torch.from_numpy(b).exp() + 0.25 * torch.from_numpy(c).exp())
+            torch.testing.assert_close(torch.from_numpy(a), expected, atol=1e-5, rtol=1e-4)
+    else:
+        values = [metrics["distillation/divergence"] for _, metrics in found.values()]
+        # Divergences are convex in the teacher.
+        assert values[0] < 0.75 * values[1] + 0.25 * values[2]
+
+
+def test_gkd_resumes_bit_for_bit_and_does_not_depend_on_the_cut() -> None:
+    teachers_of(5, 6)
+    changes: dict[str, Any] = {
+        "algorithm.name": "gkd",
+        "algorithm.teachers": [{"path": "teacher"}, {"path": "teacher-1"}],
+        "algorithm.top_k": 5,
+        "algorithm.kl_coef": 0.1,
+        "training.mini_batches": 2,
+        "checkpoint.every": 1,
+    }
+    whole, steps = run(**{**changes, "run.steps": 4, "run.name": "whole"})
+    run(**{**changes, "run.steps": 2, "run.name": "parts"})
+    parts, again = run(fresh=False, **{**changes, "run.steps": 4, "run.name": "parts"})
+    assert weights_of(whole) == weights_of(parts)
+    assert again == steps
+    _, cut = run(**{**changes, "run.steps": 1, "training.tokens_per_micro_batch": 1, "training.logprob_chunk": 3})
+    for name in ("loss", "grad_norm", "distillation/divergence"):
+        assert cut[0][name] == pytest.approx(steps[0][name], rel=1e-3)
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +343,12 @@ def test_a_teacher_must_be_there_and_read_the_same_tokens() -> None:
         ({"algorithm.correction": {"kind": "truncate"}}, "needs high"),
         ({"algorithm.overlong": {"buffer": 2}}, "overlong.buffer has no effect while overlong.penalty is 0"),
         ({"algorithm.overlong": {"penalty": 1.0, "buffer": 9}}, "buffer must lie in 1..max_tokens"),
+        ({"algorithm.top_k": 3}, "top_k is not a choice of the algorithm 'grpo'"),
+        ({"algorithm.teachers": [{"path": "a"}]}, "teachers has no effect with grpo"),
+        ({"algorithm.name": "opd", "algorithm.teachers": [{"path": "a", "weight": 2.0}]}, "with a single teacher"),
+        ({"algorithm.name": "opd", "algorithm.divergence": "reverse_kl"}, "divergence is not a choice"),
+        ({"algorithm.name": "gkd", "algorithm.teacher": "a", "algorithm.clip_low": 0.1}, "clip_low has no effect"),
+        ({"algorithm.name": "gkd"}, "learns from a teacher, and none is named"),
         ({"algorithm.max_refills": 2}, "max_refills has no effect unless without_spread is 'resample'"),
         ({"algorithm.name": "remax", "algorithm.without_spread": "drop"}, "without_spread has no effect"),
         ({"algorithm.dual_clip": 0.5}, "dual_clip must be above 1"),
@@ -260,6 +367,8 @@ def test_refusals(changes: dict[str, Any], says: str) -> None:
 def test_the_configuration_knows_the_names() -> None:
     with pytest.raises(StropError, match="did you mean"):
         load_config(None, data=recipe(**{"algorithm.name": "gpro"}))
+    with pytest.raises(StropError, match="teacher and teachers exclude each other"):
+        load_config(None, data=recipe(**{"algorithm.teacher": "a", "algorithm.teachers": [{"path": "b"}]}))
     with pytest.raises(StropError, match="arguments has no effect"):
         load_config(None, data=recipe(**{"algorithm.arguments": {"a": 1}}))
 

@@ -50,8 +50,15 @@ def sample(logits: torch.Tensor, values: torch.Tensor, draw: torch.Generator) ->
         teacher_logprobs=scores(teacher, tokens),
         values=values.detach().repeat(COUNT),
         greedy_rewards=reward(logits.detach().argmax(-1)).expand(COUNT),
+        extra={"target_logprobs": events(teacher)},
     )
     return batch, tokens
+
+
+def events(logits: torch.Tensor) -> torch.Tensor:
+    """[N * LENGTH, VOCABULARY + 1] log-probabilities of every token, and of a tail of none."""
+    told = torch.nn.functional.pad(logits.log_softmax(-1), (0, 1), value=-torch.inf)
+    return told.repeat(COUNT, 1)
 
 
 def train(algorithm: PolicyGradient, *, steps: int = 30) -> list[float]:
@@ -69,6 +76,7 @@ def train(algorithm: PolicyGradient, *, steps: int = 30) -> list[float]:
         for _ in range(2):
             counts = algorithm.denominators(batch)
             entropy = torch.special.entr(logits.softmax(-1)).sum(-1).repeat(COUNT)
+            batch.extra["student_logprobs"] = events(logits)
             terms = algorithm.loss(batch, scores(logits, tokens), entropy).terms
             loss = sum((algorithm.reduce(term, batch, counts[""]) for term in terms.values()), start=torch.zeros(()))
             if isinstance(algorithm, PPO):

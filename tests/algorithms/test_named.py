@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import policy_logprobs, random_batch
+from batches import fill_student, fill_targets, policy_logprobs, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def prepare(algorithm: PolicyGradient, batch: TokenBatch) -> TokenBatch:
     """What a loop does with a batch before it is cut."""
     algorithm.correct(batch)
     batch.advantages = algorithm.advantages(batch)
-    return batch
+    return fill_targets(batch) if algorithm.needs_targets else batch
 
 
 def total_loss(
@@ -37,6 +37,9 @@ def total_loss(
     counts: Any,
     entropy: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if algorithm.needs_targets:
+        # As a trainer does for each micro-batch.
+        fill_student(batch, logprobs)
     terms = algorithm.loss(batch, logprobs, entropy).terms
     return sum(
         (algorithm.reduce(term, batch, counts.get(name, counts[""])) for name, term in terms.items()),
@@ -63,6 +66,8 @@ def gradient(
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in ALGORITHMS),
+    ("gkd", {"divergence": "forward_kl", "kl_coef": 0.1, "entropy_coef": 0.01}),
+    ("gkd", {"divergence": "reverse_kl", "correction": "truncate", "correction_high": 1.02}),
     *(("grpo", {"aggregation": mode}) for mode in ("token_mean", "sequence_mean_token_sum", "constant")),
     ("grpo", {"kl_coef": 0.1, "kl_kind": "k2", "entropy_coef": 0.01, "dual_clip": 3.0}),
     ("grpo", {"correction": "truncate", "correction_high": 1.02}),
@@ -208,8 +213,11 @@ CHANGES: dict[str, Any] = {
     "lam": 0.5,
     "observations": "state",
     "value_clip": 0.01,
+    "divergence": "reverse_kl",
+    "jsd_beta": 0.2,
+    "top_k": 2,
 }
-OF_THE_LOOP = ("overlong_filter", "without_spread", "max_refills")
+OF_THE_LOOP = ("overlong_filter", "without_spread", "max_refills", "top_k")
 STARTS: list[dict[str, Any]] = [
     {},
     {"loss": "reinforce"},

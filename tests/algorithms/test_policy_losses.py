@@ -22,6 +22,7 @@ from strop.algorithms.policy_losses import (
     ppo_clip,
     reinforce,
     sapo,
+    topr,
     value_loss,
 )
 
@@ -55,9 +56,10 @@ LOSSES: dict[str, Loss] = {
 STOPPED: dict[str, Loss] = {
     "cispo": lambda n, o, a, m: cispo(n, o, a, mask=m)[0],
     "gspo token": lambda n, o, a, m: gspo(n, o, a, m, IDS, clip_low=0.05, clip_high=0.05, token_level=True)[0],
+    "topr": lambda n, o, a, m: topr(n, o, a, m, IDS)[0],
     "k3 weighted": lambda n, o, a, m: kl_estimate(n, o, "k3", importance_weighted=True, mask=m),
 }
-BY_SEQUENCE = {"gspo", "gspo token", "gmpo"}
+BY_SEQUENCE = {"gspo", "gspo token", "gmpo", "topr"}
 EVERY = LOSSES | STOPPED
 
 
@@ -133,7 +135,7 @@ def test_padded_equals_flat(name: str) -> None:
     assert torch.equal(padded.flatten(), flat)
 
 
-ON_POLICY = {name: EVERY[name] for name in ("ppo_clip", "ppo_clip dual", "cispo", "sapo", "dppo tv", "dppo kl")}
+ON_POLICY = {name: EVERY[name] for name in ("ppo_clip", "ppo_clip dual", "cispo", "sapo", "dppo tv", "dppo kl", "topr")}
 
 
 @pytest.mark.parametrize("name", ON_POLICY)
@@ -177,6 +179,18 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
     loss, metrics = cispo(new, old, advantages, clip_low=0.5, clip_high=0.2)
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), new)[0], torch.tensor([-2.4, -1.0, -2.0]).double())
     assert metrics["policy/clip_fraction"].tolist() == [1, 1, 0]
+
+
+def test_topr_weighs_what_is_bad_by_the_ratio_of_its_sequence_at_most_once() -> None:
+    """By hand: ratios of whole sequences 1/8, 4, 1/8 and 4, of which only the first is bad and out of favour."""
+    new = torch.tensor([[0.25, 0.5], [2.0, 2.0], [0.25, 0.5], [2.0, 2.0]]).double().flatten().log().requires_grad_()
+    advantages = torch.tensor([-1.0, -1.0, 3.0, 3.0]).double().repeat_interleave(2)
+    ids, mask = torch.arange(4).repeat_interleave(2), torch.ones(8, dtype=torch.bool)
+    loss, metrics = topr(new, torch.zeros(8).double(), advantages, mask, ids)
+    expected = torch.tensor([0.125, 0.125, 1.0, 1.0, -3.0, -3.0, -3.0, -3.0]).double()
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), new)[0], expected)
+    assert metrics["policy/tapered_fraction"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    torch.testing.assert_close(metrics["policy/sequence_ratio"], torch.tensor([0.125, 4, 0.125, 4]).double()[ids])
 
 
 def test_gspo_token_equals_gspo_in_value_and_summed_gradient() -> None:

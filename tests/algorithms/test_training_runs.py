@@ -75,7 +75,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_the_reward_rises(name: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models["folder"])
     changes: dict[str, Any] = {"model": {"path": str(models["student"])}, "algorithm.name": name}
-    if name == "opd":
+    if name in ("opd", "gkd"):
         changes["algorithm.teacher"] = str(models["teacher"])
     if name == "ppo":
         changes["critic.optimizer.learning_rate"] = 1e-2

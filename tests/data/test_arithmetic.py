@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.data.arithmetic import problems, word_problems
+from strop.data.arithmetic import judged, pairs, problems, word_problems, worked
 from strop.errors import DataError
 
 PLAIN = re.compile(r"(\d+)([-+*/])(\d+)=")
@@ -154,3 +154,35 @@ def test_flawed_answers_are_one_too_high_in_the_share_asked_for() -> None:
         sum(int(a["answer"]) - int(b["answer"]) for a, b in zip(problems(50, flawed=1.0), problems(50), strict=True))
         == 50
     )
+
+
+def test_judged_answers_are_right_where_they_say_so() -> None:
+    rows = judged(400, seed=3)
+    both = pairs(400, seed=3)
+    right = 0
+    for row, pair in zip(rows, both, strict=True):
+        assert row["prompt"] == pair["prompt"]
+        assert row["completion"] == pair["chosen" if row["label"] else "rejected"]
+        assert (row["completion"] == pair["answer"]) is row["label"]
+        right += bool(row["label"])
+    assert 160 < right < 240
+
+
+@pytest.mark.parametrize("style", ["plain", "question"])
+def test_worked_solutions_are_right_up_to_their_slip(style: Any) -> None:
+    rows = worked(600, seed=1, style=style)
+    firsts = []
+    for row in rows:
+        a, b = (int(number) for number in re.findall(r"\d+", row["prompt"]))
+        ones, tens, result = row["steps"]
+        assert ones.startswith(f"{a % 10}+{b % 10}=")
+        carried = int(ones.split("=")[1])
+        assert tens.startswith(f"{a // 10}+{b // 10}+{carried // 10}=")
+        first = carried == a % 10 + b % 10
+        second = first and int(tens.split("=")[1]) == a // 10 + b // 10 + carried // 10
+        assert row["labels"] == [first, second, second and int(result) == a + b]
+        assert row["labels"][2] or int(result) != a + b
+        firsts.append(row["labels"].index(False) if False in row["labels"] else 3)
+    assert 250 < firsts.count(3) < 350
+    assert all(firsts.count(at) > 60 for at in range(3))
+    assert {row["prompt"] for row in rows} == {row["prompt"] for row in problems(600, seed=1, style=style)}

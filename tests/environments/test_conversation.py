@@ -17,8 +17,7 @@ ASKED = [{"role": "user", "content": "What is 1 + 2?"}]
 def conversation(name: str, messages: list[dict[str, Any]] = ASKED, **options: Any) -> Conversation:
     tokenizer = tokenizer_of(name)
     renderer = Renderer(DataSettings(train=DataSource(path="unused")), tokenizer)
-    found = Conversation(renderer, messages, chat=True, end_ids=frozenset([tokenizer.eos_token_id]), **options)
-    return found
+    return Conversation(renderer, messages, chat=True, end_ids=frozenset([tokenizer.eos_token_id]), **options)
 
 
 def say(talk: Conversation, name: str, text: str, place: int, *, end: bool = True) -> list[int]:

@@ -62,14 +62,14 @@ async def answers(made: ToolFactory) -> list[str]:
         await made.close()
 
 
-@pytest.fixture()
+@pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "server.py"
     path.write_text(SERVER)
     return path
 
 
-@pytest.fixture()
+@pytest.fixture
 def address(script: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

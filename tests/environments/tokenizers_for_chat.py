@@ -1,4 +1,4 @@
-"""Tokenizers for the tests of conversations: a small byte-level BPE of its own with the chat template of a real model."""
+"""Tokenizers for the tests of conversations: a small byte-level BPE with the chat template of a real model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECIAL = {
 NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 TEXT = """
 You are a helpful assistant. What is the capital of France? The capital of France is Paris. Let me think about this.
-user assistant system tool  {"name": "calculator", "arguments": {"expression": "1 + 2"}} function result error 0123456789
+user assistant system tool  {"name": "calculator", "arguments": {"expression": "1 + 2"}} result error 0123456789
 """
 
 

@@ -147,6 +147,11 @@ def _left_behind(run: Path) -> dict[str, Any]:
         "rewards": [record.reward for record in episodes],
     }
     pointer = run / "checkpoints" / "latest"
+    parts["pointers"] = {
+        name: (run / "checkpoints" / name).read_text()
+        for name in ("latest", "best")
+        if (run / "checkpoints" / name).exists()
+    }
     if pointer.exists():
         model = run / "checkpoints" / pointer.read_text().strip() / "model"
         parts["parameters"] = load_file(model / "model.safetensors")

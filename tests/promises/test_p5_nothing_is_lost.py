@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from tiny_runs import HELD_OUT, command, environment, episodes_of, recipe, steps_of, weights_of
+from tiny_stages import pipeline
 
 LONGEST = 120.0
 """Seconds after which a process that should have ended or come further is a failure."""
@@ -30,7 +31,8 @@ def long_recipe(**changes: Any) -> dict[str, Any]:
 
 def write(folder: Path, data: dict[str, Any]) -> Path:
     folder.mkdir()
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
+    # The order of a pipeline's stages is that of the file.
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(data, sort_keys=False))
     return folder
 
 
@@ -221,3 +223,58 @@ def test_killed_with(
     same(quiet / "runs" / "recipe", killed / "runs" / "recipe")
     if "warmup" in changes:
         assert lines(killed / "runs" / "recipe", "warmup") == list(range(1, 21))
+
+
+def test_killed_while_learning_from_a_file(tmp_path: Path, nursery: Callable[[Path], Process]) -> None:
+    """Recorded completions: the order of the groups, and ratios against computed log-probabilities of the start."""
+    from strop.config.loading import load_config
+    from strop.loops.rollout import rollout
+
+    file = tmp_path / "rollouts.parquet"
+    rollout(load_config(None, data=recipe()), file, prompts=10)
+    data = long_recipe(**{"data": {"train": {"path": str(file)}}, "offline": {"logprobs": "compute"}, "run.steps": 9})
+    del data["rewards"], data["rollout"]["group_size"], data["evaluation"]
+    quiet, killed = (write(tmp_path / name, data) for name in ("quiet", "killed"))
+    for step in (4, 7):
+        kill_at(nursery(killed), killed / "runs" / "recipe", step)
+    assert nursery(killed).wait() == 0, (killed / "output.txt").read_text()
+    assert nursery(quiet).wait() == 0, (quiet / "output.txt").read_text()
+    same(quiet / "runs" / "recipe", killed / "runs" / "recipe")
+
+
+def test_a_pipeline_killed_in_every_stage(tmp_path: Path, nursery: Callable[[Path], Process]) -> None:
+    """Demonstrations, a reward model, PPO with both: killed in each, twice in the second, and at its very end."""
+    data = pipeline(
+        **{
+            "defaults.tracking.display": "plain",
+            "defaults.checkpoint": {"every": 4},
+            "stages.sft.run.steps": 20,
+            "stages.judge.run.steps": 30,
+            "stages.ppo.run.steps": 9,
+        }
+    )
+    quiet, killed = (write(tmp_path / name, data) for name in ("quiet", "killed"))
+    runs = killed / "runs" / "recipe"
+    moments = [("sft", 6), ("judge", 7), ("judge", 18), ("judge", 30), ("ppo", 5)]
+    for number, (stage, step) in enumerate(moments):
+        process = started(killed) if number == 0 else nursery(killed)
+        kill_at(process, runs / stage, step)
+    assert nursery(killed).wait() == 0, (killed / "output.txt").read_text()
+    assert nursery(quiet).wait() == 0, (quiet / "output.txt").read_text()
+    for stage in ("sft", "judge", "ppo"):
+        same(quiet / "runs" / "recipe" / stage, runs / stage)
+    resumed = [len(json.loads((runs / stage / "run.json").read_text())["resumed"]) for stage in ("sft", "judge", "ppo")]
+    assert resumed[0] == 1
+    assert resumed[1] >= 2
+    assert resumed[2] == 1
+    manifest = json.loads((runs / "pipeline.json").read_text())
+    assert manifest["status"] == "finished"
+    assert [(stage["status"], stage["run"]) for stage in manifest["stages"]] == [
+        ("finished", "sft"),
+        ("finished", "judge"),
+        ("finished", "ppo"),
+    ]
+    # From the kill in the second stage on, the first is not trained any more; nor the second from that in the third on.
+    said = (killed / "output.txt").read_text()
+    assert said.count("stage sft: done, skipped") == 4
+    assert said.count("stage judge: done, skipped") in (1, 2)

@@ -60,12 +60,23 @@ TAGS = {
 }
 WARMUP = {"steps": 3, "batch_size": 4, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"}}
 OFF_POLICY = {"training.mini_batches": 2, "training.epochs": 2}
+OFTEN_EVALUATED = {"data.eval": HELD_OUT, "evaluation.every": 1, "evaluation.temperature": 1.0, "run.steps": 9}
 # Where the held-out prompts matter, the completions of a model that is not trained are the same in both runs.
 FILES = {"data.eval": HELD_OUT, "warmup": {**WARMUP, "data": {"path": "rows.jsonl"}}}
 
 
 def verified(verifier: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return recipe(**{"rewards.verifiers": [verifier], **changes})
+
+
+def judged(verifier: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A recipe whose held-out prompts, here those of the training, have a verifier of their own."""
+    found = recipe(**changes)
+    put(found, "data.eval", copy.deepcopy(found["data"]["train"]))
+    # Beside another one, which makes the score of each a number of its own.
+    other = {"kind": "python", "function": "tiny_rewards:lengths", "name": "other"}
+    put(found, "evaluation", {"temperature": 1.0, "samples": 16, "verifiers": [dict(verifier), other]})
+    return found
 
 
 def sources(prefix: str, **settings: Any) -> dict[str, Any]:
@@ -90,10 +101,20 @@ def examples(method: str, **changes: Any) -> dict[str, Any]:
     )
     del found["rewards"], found["rollout"]
     for key, value in changes.items():
+        put(found, key, copy.deepcopy(value))
+    return found
+
+
+def recorded(path: str = "rollouts.jsonl", **changes: Any) -> dict[str, Any]:
+    """A recipe that learns from completions in a file."""
+    found = recipe(**{"data": {"train": {"path": path}}, "offline": {}})
+    del found["rewards"], found["rollout"]["group_size"]
+    for key, value in changes.items():
         put(found, key, value)
     return found
 
 
+DISTILLED = {"model": {"path": "first"}, "supervised.teachers": [{"path": "second"}]}
 METHODS = ("sft", "dpo", "cdpo", "simpo", "kto", "reward_model", "process_reward")
 
 CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -104,6 +125,12 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "code": lambda: recipe(model={"path": "code"}),
     "wide": lambda: recipe(**{"model.create.hidden_size": 128, "model.create.intermediate_size": 1024}),
     "lora": lambda: recipe(**{"model.lora": {"rank": 4}}),
+    "adaptive": lambda: recipe(
+        **{
+            "model.lora": {"rank": 4, "adaptive": {"target_rank": 2, "tinit": 1, "tfinal": 2, "delta_t": 1}},
+            **OFF_POLICY,
+        }
+    ),
     "chat": lambda: recipe(model={"path": "chat"}),
     "chat rendered": lambda: recipe(model={"path": "chat"}, **{"data.render": "chat"}),
     "two digits": lambda: recipe(**{"data.train.arguments.digits": 2, "data.max_prompt_tokens": 5}),
@@ -112,6 +139,18 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "pattern": lambda: verified(RARELY),
     "tags": lambda: verified({"kind": "format", "tags": ["a"]}, **TAGS),
     "scored": lambda: verified({"kind": "reward_model", "path": "judge-1"}),
+    "judged exact": lambda: judged({"kind": "exact"}, **LETTERS),
+    "judged numeric": lambda: judged({"kind": "numeric"}, **NUMBERS, **{"rewards.verifiers": [RARELY]}),
+    "judged regex": lambda: judged(RARELY),
+    "judged format": lambda: judged({"kind": "format", "tags": ["a"]}, **TAGS),
+    "judged python": lambda: judged({"kind": "python", "function": "tiny_rewards:spread"}),
+    "judged reward_model": lambda: judged({"kind": "reward_model", "path": "judge-1"}),
+    "ranked": lambda: recipe(
+        **{**OFTEN_EVALUATED, "checkpoint": {"keep": 1, "best": {"metric": "eval/reward", "mode": "max"}}}
+    ),
+    "patient": lambda: recipe(
+        **{**OFTEN_EVALUATED, "evaluation.early_stop": {"metric": "eval/reward", "mode": "max", "patience": 5}}
+    ),
     "unhurried": lambda: verified({"kind": "python", "function": "tiny_rewards:unhurried"}),
     "callers": lambda: verified({"kind": "python", "function": "tiny_rewards:counts_callers"}),
     "fails once": lambda: verified({"kind": "python", "function": "tiny_rewards:fails_once"}),
@@ -123,6 +162,13 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "own": lambda: recipe(algorithm={"name": "own_algorithm:Own", "arguments": {"strength": 1.0}}),
     "taught": lambda: recipe(
         model={"path": "first"}, **{"algorithm.name": "opd", "algorithm.teacher": "second"}
+    ),
+    "taught whole": lambda: recipe(
+        model={"path": "first"}, **{"algorithm.name": "gkd", "algorithm.teacher": "second"}
+    ),
+    "taught by two": lambda: recipe(
+        model={"path": "first"},
+        **{"algorithm.name": "opd", "algorithm.teachers": [{"path": "second"}, {"path": "chat"}]},
     ),
     "critic": lambda: recipe(
         **{
@@ -144,6 +190,14 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "critic of files": lambda: recipe(
         model={"path": "first"}, **{"algorithm.name": "ppo", "critic.optimizer.learning_rate": 1e-2}
     ),
+    "shared critic": lambda: recipe(
+        **{
+            "algorithm.name": "ppo",
+            "critic": {"shared": True, "optimizer": {"learning_rate": 1e-2}},
+            "run.steps": 3,
+            **OFF_POLICY,
+        }
+    ),
     "discounted": lambda: recipe(**{"algorithm.name": "reinforce_pp"}),
     "solved": lambda: verified(
         {"kind": "regex", "pattern": "^"}, algorithm={"name": "grpo", "without_spread": "resample"}
@@ -158,6 +212,21 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "warmup": lambda: recipe(warmup=WARMUP),
     "warmup falling": lambda: recipe(warmup={**WARMUP, "optimizer": {**WARMUP["optimizer"], "schedule": "linear"}}),
     **{f"examples of {method}": lambda method=method: examples(method) for method in METHODS},
+    "recorded": recorded,
+    "recorded as texts": lambda: recorded("texts.jsonl", **{"offline.logprobs": "none"}),
+    "recorded and evaluated": lambda: recorded(
+        **{"data.eval": HELD_OUT, "rewards": {"verifiers": [{"kind": "regex", "pattern": "[0-4]$"}]}}
+    ),
+    "distilled": lambda: examples("distillation", **DISTILLED),
+    "distilled between": lambda: examples(
+        "distillation", **{**DISTILLED, "supervised.divergence": "jensen_shannon"}
+    ),
+    "distilled by two": lambda: examples(
+        "distillation", **{**DISTILLED, "supervised.teachers": [{"path": "second"}, {"path": "chat"}]}
+    ),
+    "distilled from a file": lambda: examples(
+        "distillation", **{"model": {"path": "first"}, "supervised.targets": "targets.parquet"}
+    ),
     "conversations": lambda: examples("sft", model={"path": "chat"}),
     "often saved": lambda: recipe(**{"checkpoint.every": 1}),
     **{
@@ -218,6 +287,15 @@ def of_an_optimizer(prefix: str, context: str, falling: str) -> dict[str, Case]:
     }
 
 
+def of_a_judge(kind: str, other: dict[str, Any], own: dict[str, Any]) -> dict[str, Case]:
+    """A verifier of the evaluations, which touch nothing that is trained. own: other values of the kind's own keys."""
+    changes = {"name": "mine", "weight": 0.5, "kind": other, **own}
+    return {
+        f"evaluation.verifiers[{kind}].{key}": Case(value, "evaluations", f"judged {kind}", steady=True)
+        for key, value in changes.items()
+    }
+
+
 NUMERIC = {"kind": "numeric"}
 MISSING = {name: importlib.util.find_spec(name) is None for name in ("wandb", "mlflow")}
 
@@ -237,6 +315,13 @@ TABLE: dict[str, Case] = {
     "model.lora.dora": Case(True, context="lora"),
     "model.lora.dropout": Case(0.5, context="lora"),
     "model.lora.targets": Case(["q_proj"], context="lora"),
+    "model.lora.adaptive.target_rank": Case(1, context="adaptive"),
+    "model.lora.adaptive.tinit": Case(4, context="adaptive"),
+    "model.lora.adaptive.tfinal": Case(5, context="adaptive"),
+    "model.lora.adaptive.delta_t": Case(3, context="adaptive"),
+    "model.lora.adaptive.beta1": Case(0.01, context="adaptive"),
+    "model.lora.adaptive.beta2": Case(0.01, context="adaptive"),
+    "model.lora.adaptive.orth_reg_weight": Case(5.0, context="adaptive"),
     "model.activation_checkpointing": Case(True, "blocks", steady=True),
     "model.trust_remote_code": Case(True, "outcome", "code"),
     **of_a_source("data.train", "parameters"),
@@ -286,6 +371,11 @@ TABLE: dict[str, Case] = {
     "algorithm.dialect": Case("prime_rl"),
     "algorithm.arguments": Case({"strength": 2.0}, context="own"),
     "algorithm.teacher": Case("chat", context="taught"),
+    "algorithm.teachers[].path": Case("first", context="taught by two"),
+    "algorithm.teachers[].weight": Case(5.0, context="taught by two"),
+    "algorithm.divergence": Case("forward_kl", context="taught whole"),
+    "algorithm.jsd_beta": Case(0.1, context="taught whole"),
+    "algorithm.top_k": Case(2, context="taught whole"),
     "algorithm.scale_eps": Case(0.1),
     "algorithm.gamma": Case(0.5, context="discounted"),
     "algorithm.whiten_unbiased": Case(False, context="discounted"),
@@ -322,6 +412,8 @@ TABLE: dict[str, Case] = {
     "training.epochs": Case(2),
     "training.tokens_per_micro_batch": Case(24, "passes", steady=True),
     "training.logprob_chunk": Case(8, "logits", steady=True),
+    "critic.shared": Case(True, context="critic"),
+    "critic.value_coef": Case(1.0, context="shared critic"),
     "critic.path": Case("judge-1", context="critic of files"),
     "critic.warmup_steps": Case(1, context="critic"),
     **of_an_optimizer("critic.optimizer", "critic", "critic falling"),
@@ -349,11 +441,50 @@ TABLE: dict[str, Case] = {
     "supervised.desirable_weight": Case(2.0, context="examples of kto"),
     "supervised.undesirable_weight": Case(2.0, context="examples of kto"),
     "supervised.centre": Case(0.5, context="examples of reward_model"),
+    "offline.columns.group": Case("other_group", context="recorded"),
+    "offline.columns.prompt_ids": Case("other_prompt_ids", context="recorded"),
+    "offline.columns.completion": Case("other_completion", context="recorded as texts"),
+    "offline.columns.completion_ids": Case("other_completion_ids", context="recorded"),
+    "offline.columns.logprobs": Case("other_logprobs", context="recorded"),
+    "offline.columns.reward": Case("other_reward", context="recorded"),
+    "offline.columns.status": Case("other_status", context="recorded"),
+    "offline.columns.temperature": Case(
+        "other_temperature", "refused", "recorded", says=r"sampled at temperature 0\.5, and rollout\.temperature is 1"
+    ),
+    "offline.logprobs": Case("none", context="recorded"),
+    "offline.rewards": Case("verify", context="recorded and evaluated"),
+    "supervised.reference": Case("precomputed", "files", "examples of dpo", steady=True),
+    "supervised.neftune_alpha": Case(5.0, context="examples of sft"),
+    "supervised.teachers[].path": Case("chat", context="distilled"),
+    "supervised.teachers[].weight": Case(5.0, context="distilled by two"),
+    "supervised.targets": Case("other-targets.parquet", context="distilled from a file"),
+    "supervised.divergence": Case("reverse_kl", context="distilled"),
+    "supervised.jsd_beta": Case(0.1, context="distilled between"),
+    "supervised.top_k": Case(2, context="distilled"),
+    "supervised.temperature": Case(3.0, context="distilled"),
+    "supervised.cross_entropy_weight": Case(0.5, context="distilled"),
     "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
     "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
     "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
     "evaluation.temperature": Case(1.0, "evaluations", "evaluated", steady=True),
     "evaluation.max_new_tokens": Case(1, "evaluations", "evaluated", steady=True),
+    "evaluation.correct_at": Case(0.5, "evaluations", "judged python", steady=True),
+    "evaluation.early_stop.metric": Case("eval/completion_length", "metrics", "patient"),
+    "evaluation.early_stop.mode": Case("min", "metrics", "patient"),
+    "evaluation.early_stop.patience": Case(1, "metrics", "patient"),
+    "evaluation.early_stop.min_delta": Case(5.0, "metrics", "patient"),
+    **of_a_judge("exact", RARELY, {"ignore_case": True, "strip": False}),
+    **of_a_judge("numeric", {"kind": "exact"}, {"take": "first", "tolerance": 20.0}),
+    **of_a_judge("regex", NUMERIC, {"pattern": "[5-9]"}),
+    **of_a_judge("format", NUMERIC, {"tags": ["a", "b"]}),
+    **of_a_judge("python", RARELY, {"function": "tiny_rewards:first_digit", "arguments": {"scale": 2.0}}),
+    **of_a_judge("reward_model", RARELY, {"path": "judge-2", "render": "chat"}),
+    "evaluation.verifiers[reward_model].device": Case(
+        "mps" if torch.cuda.is_available() else "cuda", "refused", "judged reward_model", says="there is no (cuda|mps)"
+    ),
+    "checkpoint.best.metric": Case("eval/completion_length", "pointers", "ranked", steady=True),
+    "checkpoint.best.mode": Case("min", "pointers", "ranked", steady=True),
+    "checkpoint.best.keep": Case(2, "files", "ranked", steady=True),
     "checkpoint.every": Case(1, "files", steady=True),
     "checkpoint.keep": Case(1, "files", "often saved", steady=True),
     "tracking.display": Case("plain", "text", steady=True),
@@ -437,8 +568,33 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setattr("strop.data.huggingface._hub_answers", lambda: False)
     patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
     patch.syspath_prepend(str(folder / "modules"))
+    _rollouts(folder)
+    _targets()
     yield folder
     patch.undo()
+
+
+def _rollouts(folder: Path) -> None:
+    """Completions of the plain recipe, in which every column has another one beside it."""
+    from strop.config.loading import load_config
+    from strop.loops.rollout import rollout
+
+    rollout(load_config(None, data=recipe()), "made.jsonl", prompts=10)
+    rows = [json.loads(line) for line in (folder / "made.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        ids = row["completion_ids"]
+        row["other_group"] = row["group"] if row["sample"] < 2 else f"{row['group']} too"
+        row["other_prompt_ids"] = row["prompt_ids"][::-1]
+        row["other_completion"] = str(number % 7)
+        row["other_completion_ids"] = [3 + (token + number) % 9 for token in ids]
+        row["other_logprobs"] = [logprob / 2 for logprob in row["logprobs"]]
+        row["other_reward"] = number % 3
+        row["other_status"] = "verifier_error" if number % 5 == 0 else "stop"
+        row["other_temperature"] = 0.5
+        row["completion"] = str(number % 5)
+    write_rows(folder / "rollouts.jsonl", rows)
+    names = ("prompt", "completion", "other_completion", "reward", "group", "status")
+    write_rows(folder / "texts.jsonl", [{name: row[name] for name in names} for row in rows])
 
 
 def _datasets(folder: Path, rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -485,6 +641,16 @@ def _models(folder: Path) -> None:
     )
 
 
+def _targets() -> None:
+    """What two teachers say of the examples."""
+    from strop.config.loading import load_config
+    from strop.loops.teach import teach
+
+    for name, teacher in (("targets", "second"), ("other-targets", "chat")):
+        data = examples("distillation", **{**DISTILLED, "supervised.teachers": [{"path": teacher}]})
+        teach(load_config(None, data=data), out=Path(f"{name}.parquet"))
+
+
 # --- the walk ------------------------------------------------------------------------------------------------------
 
 _BASES: dict[str, Seen] = {}
@@ -498,12 +664,12 @@ def base_of(context: str, capture: Callable[[], str]) -> Seen:
 
 def changed(leaf: str, case: Case) -> dict[str, Any]:
     data = CONTEXTS[case.context]()
-    key = re.sub(r"\[\w+\]", ".0", leaf)
+    key = re.sub(r"\[\w*\]", ".0", leaf)
     # A verifier of another kind has other keys, so the whole entry is replaced.
     put(
         data,
         key.removesuffix(".kind")
-        if leaf.startswith("rewards.") and isinstance(case.new, dict) and leaf.endswith(".kind")
+        if leaf.startswith(("rewards.", "evaluation.")) and isinstance(case.new, dict) and leaf.endswith(".kind")
         else key,
         case.new,
     )

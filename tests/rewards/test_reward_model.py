@@ -61,32 +61,76 @@ def test_scores_are_those_of_transformers(judge: Path) -> None:
         assert verdict.score == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_policy_learns_what_the_judge_prefers(judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The true score, which only the test knows, is the digit itself."""
-    monkeypatch.chdir(tmp_path)
+def policy_recipe(judge: Path, **sections: Any) -> dict[str, Any]:
+    """A policy that begins with any one digit, so that completions are like those that the judge has seen."""
     rows = [{"prompt": f"{a}=", "answer": str(b)} for a in range(10) for b in range(10)]
     Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {
+    return {
         "model": {"create": MODEL},
         "data": {"train": {"path": "prompts.jsonl"}},
         "rewards": {"verifiers": [{"kind": "reward_model", "path": str(judge)}]},
-        # It begins with any one digit, so that completions are like those that the judge has seen.
         "warmup": {"steps": 60, "batch_size": 50, "optimizer": {"learning_rate": 5e-3}},
         "rollout": {"groups_per_step": 8, "group_size": 8, "max_new_tokens": 3},
         "training": {"optimizer": {"learning_rate": 5e-3}},
         "run": {"steps": 25},
         "checkpoint": {"every": 100},
         **QUIET,
+        **sections,
     }
-    summary = strop.train(load_config(None, data=data))
+
+
+def true_score(run: Path, step: int) -> float:
+    """What only the test knows: the digit itself; 0 for anything but one digit."""
     from strop.tracking.episodes import read_episodes
 
-    def true_score(step: int) -> float:
-        records = read_episodes(summary.folder / "episodes" / f"step-{step:06d}.parquet")
-        digits = [int(r.completion_text) if len(r.completion_text) == 1 else 0 for r in records]
-        return sum(digits) / len(digits)
+    records = read_episodes(run / "episodes" / f"step-{step:06d}.parquet")
+    digits = [int(r.completion_text) if r.completion_text in "0123456789" and r.completion_text else 0 for r in records]
+    return sum(digits) / len(digits)
 
-    assert true_score(25) > true_score(1) + 1.5
+
+def test_the_judge_knows_the_order(judge: Path) -> None:
+    verifier = RewardModel(RewardModelVerifier(kind="reward_model", path=str(judge)))
+    right = []
+    for a in range(10):
+        verdicts = verifier.verify([Completed(f"{a}=", str(b), finish="stop") for b in range(10)])
+        scores = [verdict.score or 0.0 for verdict in verdicts]
+        right += [scores[b] > scores[c] for b in range(10) for c in range(b)]
+    assert sum(right) / len(right) >= 0.95
+
+
+def test_a_policy_learns_what_the_judge_prefers(judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    summary = strop.train(load_config(None, data=policy_recipe(judge)))
+    assert true_score(summary.folder, 25) > true_score(summary.folder, 1) + 1.5
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_ppo_with_the_judge_raises_the_true_score(
+    judge: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One completion of each prompt, a critic, and the divergence from the reference in the reward."""
+    monkeypatch.chdir(tmp_path)
+    critic: dict[str, Any] = {"optimizer": {"learning_rate": 5e-3}, "warmup_steps": 3}
+    critic |= {"path": str(judge)} if kind == "own" else {"shared": True}
+    summary = strop.train(
+        load_config(
+            None,
+            data=policy_recipe(
+                judge,
+                algorithm={"name": "ppo", "kl_coef": 0.02, "kl_in": "reward"},
+                critic=critic,
+                rollout={"groups_per_step": 64, "group_size": 1, "max_new_tokens": 3},
+                training={"optimizer": {"learning_rate": 5e-3}, "mini_batches": 2},
+                run={"steps": 30},
+            ),
+        )
+    )
+    assert true_score(summary.folder, 30) > true_score(summary.folder, 1) + 1.5
+    lines = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["metrics"] for line in lines if line["kind"] == "train"]
+    assert all({"critic/explained_variance", "value/clip_fraction"} <= step.keys() for step in steps)
+    assert steps[-1]["kl/ref"] > 0
+    assert sum(step["critic/explained_variance"] for step in steps[-10:]) / 10 > 0.1
 
 
 def test_a_chat_prompt_is_read_through_the_template(tiny_model: Any, character_tokenizer: Any) -> None:

@@ -189,3 +189,24 @@ def test_the_end_token_that_was_sampled_is_trained_even_where_it_pads() -> None:
 @pytest.mark.parametrize(("status", "trainable"), [(s, s in ("stop", "length")) for s in Status])
 def test_an_error_is_never_trainable(status: Status, trainable: bool) -> None:
     assert status.trainable == trainable
+
+
+def test_what_was_recorded_elsewhere_keeps_its_version_and_unknown_log_probabilities_stay_unknown() -> None:
+    known, unknown = Episode(0, 0), Episode(0, 1)
+    for episode, logprobs in ((known, [-0.5, -1.5]), (unknown, None)):
+        turn = episode.append_prompt([1, 2])
+        episode.append_recorded([3, 4], logprobs, 7, parent=turn, finish="stop")
+        [stream] = episode.streams()
+        assert stream.loss_mask.tolist() == [False, False, True, True]
+        assert stream.versions.tolist() == [-1, -1, 7, 7]
+        assert episode.sampled_tokens() == 2
+    assert known.streams()[0].logprobs[2:].tolist() == [-0.5, -1.5]
+    assert np.isnan(unknown.streams()[0].logprobs).all()
+    # The writer of what this run samples still refuses a token without its log-probability.
+    episode = Episode(0, 0)
+    turn = episode.append_prompt([1])
+    for wrong in ([math.nan], [0.5], [-1.0, -1.0]):
+        with pytest.raises(ValueError, match="log-probabilit"):
+            episode.append_recorded([3], wrong, 0, parent=turn, finish="stop")
+    with pytest.raises(ValueError, match="version -1"):
+        episode.append_recorded([3], None, -1, parent=turn, finish="stop")

@@ -295,7 +295,8 @@ def test_the_latest_checkpoint_needs_its_folder(tmp_path: Path) -> None:
 
 def test_a_config_can_be_replaced_on_resume(tmp_path: Path) -> None:
     run = create(tmp_path, steps=3)
-    run.write_config("run: {steps: 9}\n", config_hash="new", steps=9)
+    inputs = {"model.path": {"path": "m", "fingerprint": "f"}}
+    run.write_config("run: {steps: 9}\n", config_hash="new", steps=9, inputs=inputs)
     assert read_manifest(run.path).steps == 9
     assert run.config_path.read_text() == "run: {steps: 9}\n"
 

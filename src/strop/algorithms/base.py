@@ -40,7 +40,10 @@ class Objective(Protocol):
     It may have `whole_groups`, True where the loss of a sequence depends on the others of its group: a group is then
     never divided between micro-batches. And `needs_hits`: `batch.extra["hits"]` [T] is then 1 where the model's most
     likely token is the trained one, and 0 elsewhere. And `logs_entropy`, False where nobody asks how certain the model
-    is.
+    is. And `needs_targets`: the loss compares whole distributions, as `algorithms/targets.py` says; they are taken at
+    `targets_temperature`, or without such an attribute at the trainer's.
+    And `needs_values`: `batch.extra["new_values"]` [T] is then what a value head on the same backbone gives, with a
+    graph; with `head_alone` nothing but this head has a gradient.
     """
 
     needs_entropy: bool
@@ -69,8 +72,9 @@ class Algorithm(Objective, Protocol):
     """An objective of reinforcement learning.
 
     It may have more, which `loops/algorithm.py` reads where it is there: `needs_old_logprobs`, `needs_greedy` and
-    `needs_teacher`, which ask for a field of the batch; `correct(batch)`, called before `advantages`; and the rules of
-    sampling `overlong_filter`, `without_spread` and `max_refills`.
+    `needs_teacher`, which ask for a field of the batch; `needs_targets` with `top_k`, which ask for more of the
+    teacher; `correct(batch)`, called before `advantages`; and the rules of sampling `overlong_filter`, `without_spread`
+    and `max_refills`.
     """
 
     name: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-PER_SEQUENCE = ("rewards", "group_ids", "truncated", "greedy_rewards", "episode_ids")
+PER_SEQUENCE = ("rewards", "group_ids", "truncated", "greedy_rewards", "episode_ids", "draw_keys")
 """Fields of a batch with one entry for each sequence instead of each token."""
 
 
@@ -25,7 +25,8 @@ class TokenBatch:
     Per sequence, [N]: rewards float32; group_ids int64; truncated bool, True where sampling ended at the token limit;
     greedy_rewards float32, of the most likely completion of the same prompt, for algorithms that ask for it;
     episode_ids int64, the same for sequences that are branches of one episode, which count once in statistics of
-    rewards; None where each sequence is an episode of its own.
+    rewards; None where each sequence is an episode of its own; draw_keys int64, what random draws that belong to a
+    sequence are keyed by, whatever batch it is in.
     """
 
     input_ids: Tensor
@@ -46,6 +47,7 @@ class TokenBatch:
     turn_rewards: Tensor | None = None
     greedy_rewards: Tensor | None = None
     episode_ids: Tensor | None = None
+    draw_keys: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     @property

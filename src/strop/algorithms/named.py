@@ -12,11 +12,11 @@ from strop.algorithms.advantages import Baseline, Observations, Scale, discounte
 from strop.algorithms.aggregation import Mode
 from strop.algorithms.batch import TokenBatch
 from strop.algorithms.dialects import DIALECTS, preset
-from strop.algorithms.distillation import reverse_kl_advantages
 from strop.algorithms.estimators import remax, token_rewards
 from strop.algorithms.policy_gradient import PolicyGradient, choice_of, resolved, shown, to_tokens, trained
-from strop.algorithms.policy_losses import Metrics, cispo, gspo, value_loss
+from strop.algorithms.policy_losses import Metrics, cispo, gspo, topr, value_loss
 from strop.algorithms.sampling_rules import WithoutSpread
+from strop.algorithms.taught import GKD, OPD
 
 LossKind = Literal["ppo_clip", "reinforce"]
 
@@ -73,6 +73,24 @@ class REINFORCE(PolicyGradient):
     baseline: Baseline = "none"
     loss_kind: LossKind = "reinforce"
     aggregation: Mode = "sequence_mean_token_sum"
+
+
+@dataclass(kw_only=True)
+class TOPR(PolicyGradient):
+    """Tapered off-policy REINFORCE: arXiv 2503.14286.
+
+    For completions of another policy. A = r - mean of the group; REINFORCE, in which a completion with a negative
+    advantage counts as much as the policy would still sample it, at most once: w = min(1, ratio of the whole sequence).
+    """
+
+    name: str = field(default="topr", init=False)
+    needs_sampler: ClassVar[bool] = True
+    fixed: ClassVar[tuple[str, ...]] = ("loss_kind", "clip_low", "clip_high", "dual_clip")
+    identity: ClassVar[tuple[str, ...]] = ("aggregation",)
+    aggregation: Mode = "sequence_mean_token_sum"
+
+    def policy_loss(self, logprobs: Tensor, old_logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        return topr(logprobs, old_logprobs, trained(batch.advantages), batch.loss_mask, batch.seq_ids)
 
 
 @dataclass(kw_only=True)
@@ -261,32 +279,12 @@ class PPO(PolicyGradient):
         return False
 
 
-@dataclass(kw_only=True)
-class OPD(PolicyGradient):
-    """On-policy distillation: https://thinkingmachines.ai/blog/on-policy-distillation, arXiv 2306.13649.
-
-    A = the teacher's log-probability of each sampled token less the policy's own; rewards are only reported.
-    """
-
-    name: str = field(default="opd", init=False)
-    needs_teacher: ClassVar[bool] = True
-    fixed: ClassVar[tuple[str, ...]] = (
-        "baseline", "scale", "scale_eps", "kl_in", "overlong_penalty", "overlong_buffer"
-    )  # fmt: skip
-
-    def advantages(self, batch: TokenBatch) -> Tensor:
-        policy = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        return reverse_kl_advantages(policy, trained(batch.teacher_logprobs), mask=batch.loss_mask)
-
-    def compares_groups(self) -> bool:
-        return False
-
-
 ALGORITHMS: dict[str, type[PolicyGradient]] = {
     "grpo": GRPO,
     "dr_grpo": DrGRPO,
     "rloo": RLOO,
     "reinforce": REINFORCE,
+    "topr": TOPR,
     "dapo": DAPO,
     "gspo": GSPO,
     "cispo": CISPO,
@@ -296,6 +294,7 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
     "ppo": PPO,
     "maxrl": MaxRL,
     "opd": OPD,
+    "gkd": GKD,
 }
 
 
@@ -395,12 +394,14 @@ __all__ = [
     "ALGORITHMS",
     "CISPO",
     "DAPO",
+    "GKD",
     "GRPO",
     "GSPO",
     "OPD",
     "PPO",
     "REINFORCE",
     "RLOO",
+    "TOPR",
     "DrGRPO",
     "MaxRL",
     "ReMax",

@@ -23,6 +23,7 @@ from strop.algorithms.batch import TokenBatch
 from strop.algorithms.policy_losses import Metrics
 from strop.algorithms.segments import segment_count, segment_sum
 from strop.algorithms.supervised import CrossEntropy, ProcessReward
+from strop.algorithms.targets import Distillation
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,7 @@ def _of_chosen(batch: TokenBatch) -> Tensor:
 
 OBJECTIVES: dict[str, Any] = {
     "sft": CrossEntropy,
+    "distillation": Distillation,
     "dpo": Dpo,
     "cdpo": ConservativeDpo,
     "robust_dpo": RobustDpo,

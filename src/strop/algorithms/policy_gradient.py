@@ -85,8 +85,12 @@ class PolicyGradient:
     """Whether `values` must be filled before `advantages`, which then fills `returns`."""
     needs_greedy: ClassVar[bool] = False
     """Whether `greedy_rewards` must be filled before `advantages`."""
+    needs_sampler: ClassVar[bool] = False
+    """Whether it makes no sense without the log-probabilities of whoever sampled."""
     needs_teacher: ClassVar[bool] = False
     """Whether `teacher_logprobs` must be filled before `advantages`."""
+    needs_targets: ClassVar[bool] = False
+    """Whether the teacher's whole distributions must be there: see `algorithms/targets.py`."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """Choices that the algorithm does not leave open."""
     identity: ClassVar[tuple[str, ...]] = ()
@@ -370,4 +374,5 @@ def empty_batch() -> TokenBatch:
         values=reals,
         teacher_logprobs=reals,
         greedy_rewards=reals,
+        extra={name: torch.zeros(0, 2) for name in ("target_logprobs", "student_logprobs")},
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.masking import EXP_LIMIT, bounded_exp, fence, hide
-from strop.algorithms.segments import segment_mean, spread
+from strop.algorithms.segments import segment_mean, segment_sum, spread
 
 Metrics = dict[str, Tensor]
 
@@ -107,6 +107,32 @@ def gspo(
     metrics = ratio_metrics(new, old) | {"policy/sequence_ratio": ratio.detach()}
     metrics["policy/clip_fraction"] = (clipped > plain).detach().to(plain.dtype)
     return hide(torch.maximum(plain, clipped), inside, mask), metrics
+
+
+def topr(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, seq_ids: Tensor
+) -> tuple[Tensor, Metrics]:
+    """-w A log pi with w = min(1, s) where A < 0, else 1; s is the ratio of a whole sequence, a constant.
+
+    What is good is learned however unlikely the policy finds it; what is bad is only pushed away from while the policy
+    would still do it, so that completions of another policy cannot push it without end. Advantages are meant to be
+    equal within a sequence, and the aggregation to be `sequence_mean_token_sum`. Needs whole sequences.
+
+    Metrics: those of the ratio, `policy/sequence_ratio`, and `policy/tapered_fraction`, the tokens with w below 1.
+
+    Args:
+        mask: bool, the shape of `logprobs`.
+        seq_ids: int64, same shape.
+
+    Source: tapered off-policy REINFORCE (arXiv 2503.14286), the gradient of its canonical form.
+    """
+    inside, (new, old, advantage) = fence(mask, logprobs, old_logprobs.detach(), advantages.detach())
+    together = spread(segment_sum((new - old).detach(), inside, seq_ids), inside, seq_ids).to(new.dtype)
+    ratio = bounded_exp(together)
+    weight = torch.where(advantage < 0, ratio.clamp(max=1.0), 1.0)
+    metrics = ratio_metrics(new, old) | {"policy/sequence_ratio": ratio}
+    metrics["policy/tapered_fraction"] = (weight < 1).to(new.dtype)
+    return hide(-weight * advantage * new, inside, mask), metrics
 
 
 def gmpo(

@@ -61,6 +61,38 @@ class Values(TokenMean):
         return LossTerms({"value": loss}, metrics)
 
 
+class WithValues:
+    """An algorithm and beside it the value loss of a head on the policy's backbone, reduced like the policy's.
+
+    Args:
+        algorithm: one with `value_loss`. coef: weight of the value loss: c1 of PPO (arXiv 1707.06347) eq. 9.
+        head_alone: minimise the value loss alone, by the head alone.
+    """
+
+    needs_values: ClassVar[bool] = True
+
+    def __init__(self, algorithm: Any, coef: float, *, head_alone: bool = False) -> None:
+        self._algorithm = algorithm
+        self._coef = coef
+        self.head_alone = head_alone
+        self.needs_entropy: bool = algorithm.needs_entropy and not head_alone
+        self.whole_groups: bool = getattr(algorithm, "whole_groups", False)
+        self.logs_entropy: bool = getattr(algorithm, "logs_entropy", True) and not head_alone
+
+    def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
+        found = LossTerms({}) if self.head_alone else self._algorithm.loss(batch, logprobs, entropy)
+        loss, metrics = self._algorithm.value_loss(batch, batch.extra["new_values"])
+        return LossTerms({**found.terms, "value": self._coef * loss}, {**found.metrics, **metrics}, found.units)
+
+    def denominators(self, batch: TokenBatch) -> Mapping[str, float]:
+        counts: Mapping[str, float] = self._algorithm.denominators(batch)
+        return counts
+
+    def reduce(self, per_token: Tensor, batch: TokenBatch, denominator: float) -> Tensor:
+        summed: Tensor = self._algorithm.reduce(per_token, batch, denominator)
+        return summed
+
+
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over the trained tokens; 0 where the returns are all equal.
 

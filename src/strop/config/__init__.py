@@ -14,6 +14,7 @@ from strop.config.base import StrictModel
 from strop.config.data import DataSettings
 from strop.config.environment import EnvironmentSettings
 from strop.config.model import ModelSettings
+from strop.config.offline import OfflineSettings
 from strop.config.rewards import RewardSettings
 from strop.config.rollout import RolloutSettings
 from strop.config.run import CheckpointSettings, EvaluationSettings, HardwareSettings, RunSettings, TrackingSettings
@@ -29,7 +30,7 @@ class Config(StrictModel):
     data: DataSettings
     """Where prompts come from."""
     rewards: RewardSettings | None = None
-    """What a completion is worth; needed unless the recipe is supervised."""
+    """What a completion is worth; needed unless the recipe is supervised, or offline with recorded rewards."""
     supervised: SupervisedSettings | None = None
     """Learn from examples instead of from sampled completions; none when not set."""
     environment: EnvironmentSettings | None = None
@@ -46,6 +47,8 @@ class Config(StrictModel):
     """Supervised steps before reinforcement learning; none when not set."""
     evaluation: EvaluationSettings = EvaluationSettings()
     """When and how held-out prompts are scored."""
+    offline: OfflineSettings | None = None
+    """Learn from completions that were sampled before; none when not set."""
     checkpoint: CheckpointSettings = CheckpointSettings()
     """When the state is saved."""
     tracking: TrackingSettings = TrackingSettings()
@@ -57,13 +60,38 @@ class Config(StrictModel):
 
     @model_validator(mode="after")
     def _one_source_of_truth(self) -> Self:
-        if self.supervised is None and self.rewards is None:
+        if self.supervised is None and self.offline is None and self.rewards is None:
             raise ValueError(
                 "`rewards` is missing: reinforcement learning needs to know what a completion is worth (or set "
                 "`supervised`, to learn from examples)"
             )
         if self.supervised is not None and self.rewards is not None:
             raise ValueError("`rewards` and `supervised` exclude each other: examples are not scored")
+        if self.supervised is not None and self.offline is not None:
+            raise ValueError("`offline` and `supervised` exclude each other: examples have no rewards to learn from")
+        if self.offline is not None and self.environment is not None:
+            raise ValueError("`offline` and `environment` exclude each other: recorded completions are single turns")
+        if self.offline is not None and self.offline.rewards == "verify" and self.rewards is None:
+            raise ValueError("offline.rewards is `verify`, and there is no `rewards` to say what a completion is worth")
+        return self
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates that the trained model gets in the whole run."""
+        if self.supervised is not None:
+            return self.run.steps
+        return max(0, self.run.steps - self.critic.warmup_steps) * self.training.mini_batches * self.training.epochs
+
+    @model_validator(mode="after")
+    def _ranks_have_time(self) -> Self:
+        adaptive = None if self.model.lora is None else self.model.lora.adaptive
+        if adaptive is not None:
+            tinit, tfinal, _ = adaptive.phases(self.updates)
+            if tinit >= self.updates - tfinal:
+                raise ValueError(
+                    f"model.lora.adaptive.tinit ({tinit}) and model.lora.adaptive.tfinal ({tfinal}) leave none of the "
+                    f"run's {self.updates} updates to reallocate ranks in: lower them, or raise run.steps"
+                )
         return self
 
     @model_validator(mode="after")

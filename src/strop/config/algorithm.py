@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Share, StrictModel
+from strop.config.base import ModelPath, NonNegativeFloat, PositiveFloat, PositiveInt, Share, StrictModel
+from strop.config.teachers import Divergence, OpenShare, TeacherSettings
 
 OwnClass = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
@@ -56,12 +57,14 @@ class AlgorithmSettings(StrictModel):
             "cispo",
             "rloo",
             "reinforce",
+            "topr",
             "reinforce_pp",
             "reinforce_pp_baseline",
             "remax",
             "ppo",
             "maxrl",
             "opd",
+            "gkd",
         ]
         | OwnClass
     ) = "grpo"
@@ -70,8 +73,19 @@ class AlgorithmSettings(StrictModel):
     """Fill in what the algorithm's paper leaves open as this framework does; a key that is set here wins."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of a class of your own."""
-    teacher: str | None = None
-    """The model that `opd` learns from: whatever `model.path` may be, with the same tokenizer."""
+    teacher: ModelPath | None = None
+    """The model that `opd` and `gkd` learn from: whatever `model.path` may be, with the same tokenizer."""
+    teachers: list[TeacherSettings] = Field(default_factory=list)
+    """Several models to learn from, in place of `teacher`: the mean of their probabilities, by weight."""
+    divergence: Divergence | None = None
+    """How far the policy is from the teacher at a token; of `gkd`. `forward_kl` is KL(teacher || policy), `reverse_kl`
+    KL(policy || teacher), `jensen_shannon` lies between the two and is the algorithm's own choice."""
+    jsd_beta: OpenShare | None = None
+    """Share of the teacher in the mixture of `jensen_shannon`: near 0 it is the forward divergence, near 1 the reverse
+    one; 0.5 when not set."""
+    top_k: PositiveInt | None = None
+    """Likeliest tokens of the teacher that are told apart at each position, all others together being one more; of
+    `gkd`. 64 when not set; a number as large as the vocabulary tells all apart."""
     baseline: Literal["mean", "leave_one_out", "none"] | None = None
     """What is subtracted from a reward: the mean of its group, the mean of the others, or nothing."""
     scale: Literal["none", "std", "population_std", "mean"] | None = None
@@ -129,4 +143,10 @@ class AlgorithmSettings(StrictModel):
     def _arguments_have_a_class(self) -> Self:
         if self.arguments and ":" not in self.name:
             raise ValueError(f"arguments has no effect: they are those of a class of your own, and name is {self.name}")
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_are_named_once(self) -> Self:
+        if self.teacher is not None and self.teachers:
+            raise ValueError("teacher and teachers exclude each other: name one model, or several with their weights")
         return self

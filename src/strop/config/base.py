@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,6 +15,19 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class NamesModel:
+    """Marks a key whose text names a model, as `models/find.py` understands it. kind: what it may be, a language model
+    (`text`), one with a scalar head (`scalar`), or either (`any`)."""
+
+    kind: Literal["text", "scalar", "any"]
+
+
+ModelPath = Annotated[str, NamesModel("text")]
+ScalarModelPath = Annotated[str, NamesModel("scalar")]
+AnyModelPath = Annotated[str, NamesModel("any")]
 
 
 class StrictModel(BaseModel):

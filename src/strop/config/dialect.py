@@ -139,6 +139,17 @@ def line_of(node: yaml.Node | None, path: tuple[str | int, ...]) -> tuple[int, i
     return len(path), line, True
 
 
+def node_at(node: yaml.Node | None, path: tuple[str | int, ...]) -> yaml.Node | None:
+    """The tree at a path of keys; None when there is none."""
+    for part in path:
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        # Own keys come after those that `<<` merged in, and win.
+        found = [value for key, value in node.value if key.value == str(part)]
+        node = found[-1] if found else None
+    return node
+
+
 def _repeated_keys(node: yaml.Node, name: str, done: set[int], open_nodes: list[yaml.Node]) -> Iterator[UserError]:
     if any(node is parent for parent in open_nodes):
         raise ValueError(f"the anchor at line {node.start_mark.line + 1} contains itself")

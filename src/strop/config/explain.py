@@ -1,4 +1,4 @@
-"""Walks over the configuration schema: what each key is, in words, and the JSON schema of it all.
+"""Walks over the configuration schema: what each key is, in words.
 
 Keys are written as in an override, `training.optimizer.learning_rate`. A key of one kind of list entry is written with
 the kind in brackets, `rewards.verifiers[numeric].tolerance`.
@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from strop.config import Config
 from strop.config.base import StrictModel
 from strop.config.elsewhere import mend_for
+from strop.config.pipeline import KEYS as PIPELINE_KEYS
 from strop.errors import UserError
 
 
@@ -51,12 +52,6 @@ class Place:
     kinds: tuple[str, ...] = ()
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, with the description and default of every key."""
-    found = Config.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "strop recipe"}
-
-
 def leaves() -> list[Leaf]:
     """Every key that holds a value, those of optional sections and of every kind of list entry included."""
     return [
@@ -75,6 +70,10 @@ def explain(key: str) -> str:
     Raises:
         UserError: there is no such key; the mend names the nearest one.
     """
+    if key in PIPELINE_KEYS:
+        return _of_pipeline(key)
+    # The keys of a stage are those of any recipe.
+    key = re.sub(r"^(?:stages\.[A-Za-z][\w-]*|defaults)(?:\.|$)", "", key)
     found = find(key) if key else Place("", Config, None, _text(Config.__doc__), True)
     if found is None:
         near = nearest(key)
@@ -92,7 +91,30 @@ def explain(key: str) -> str:
     for title, rows in _tables(found):
         width = max(len(name) for name, _ in rows)
         lines += ["", title, *(f"  {name:<{width}}  {text}" for name, text in rows)]
+    if not key:
+        lines += ["", "A file with `stages` chains several recipes: `strop config explain stages`."]
     return "\n".join(lines)
+
+
+_A_PIPELINE = """\
+defaults:
+  run: {folder: runs, seed: 1}
+stages:
+  sft: {extends: sft.yaml}
+  judge:
+    extends: judge.yaml
+    model: {path: "stage:sft"}
+  ppo:
+    extends: ppo.yaml
+    model: {path: "stage:sft"}
+    rewards: {verifiers: [{kind: reward_model, path: "stage:judge"}]}"""
+
+
+def _of_pipeline(key: str) -> str:
+    """The page of a key that only pipelines have."""
+    lines = [key, *(f"  {line}" for line in PIPELINE_KEYS[key].splitlines()), "", "a pipeline:"]
+    lines += [f"  {line}" for line in _A_PIPELINE.splitlines()]
+    return "\n".join([*lines, "", "Override keys of a stage as stages.NAME.KEY=VALUE, of all as defaults.KEY=VALUE."])
 
 
 def find(key: str) -> Place | None:
@@ -268,7 +290,8 @@ def _range(bounds: tuple[Any, ...]) -> str:
     if {"ge", "le"} <= limits.keys():
         return f" from {limits['ge']} to {limits['le']}"
     words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
-    return "".join(f" {words[name]} {value}" for name, value in limits.items())
+    told = [f"{words[name]} {value}" for name, value in limits.items()]
+    return f" {' and '.join(told)}" if told else ""
 
 
 def _any_of(words: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Reads a recipe: YAML files with `extends:`, then `key=value` overrides, then the strict schema.
 
-Mappings are merged key by key; a list or a value replaces what was there; `null` removes a section, which then has its
-defaults, or is the value of a key that may be null. An override sets exactly the key it names.
+`null` removes a section, which then has its defaults, or is the value of a key that may be null. An override sets
+exactly the key it names. How files are merged is in `config/layers.py`.
 """
 
 from __future__ import annotations
@@ -9,56 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from strop.config import Config, dialect
 from strop.config import explain as keys
 from strop.config.base import StrictModel
+from strop.config.layers import Layer, Layers, entries_of
 from strop.config.problems import Path as KeyPath
-from strop.config.problems import dotted, problems_of, shown
+from strop.config.problems import dotted, problems_of
 from strop.errors import ConfigError, UserError
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """One file of a recipe, or a mapping given in Python (which has no tree and no lines)."""
-
-    name: str
-    value: dict[str, Any]
-    node: yaml.Node | None = None
-
-
-@dataclass
-class _Recipe:
-    """What was read so far; later layers win over earlier ones, overrides over all layers."""
-
-    layers: list[_Layer] = field(default_factory=list)
-    overrides: list[tuple[KeyPath, str]] = field(default_factory=list)
-    problems: list[UserError] = field(default_factory=list)
-
-    def locate(self, path: KeyPath) -> str:
-        """Where a key was written, or the section it is missing from."""
-        for written, text in reversed(self.overrides):
-            if written == path[: len(written)]:
-                return f"command line: {text}"
-        best, where = 0, self.layers[-1].name if self.layers else ""
-        for layer in reversed(self.layers):
-            depth, line, ended = _find(layer, path)
-            if depth > best:
-                best, where = depth, layer.name if line is None else f"{layer.name}, line {line}"
-            if ended or depth == len(path):
-                break
-        if best < len(path):
-            for written, text in reversed(self.overrides):
-                if path == written[: len(path)]:
-                    return f"command line: {text}"
-        return where
 
 
 def load_config(
@@ -73,29 +35,63 @@ def load_config(
         data: a recipe as nested mappings, merged over the file's.
 
     Raises:
-        ConfigError: with every problem found, each with its key, value, place and mend.
+        ConfigError: with every problem found, each with its key, value, place and mend. A pipeline is one problem:
+            `config/pipeline_loading.py` reads those.
     """
-    recipe = _Recipe()
+    layers = read_layers(path, data)
+    if is_pipeline(merged := layers.merged()):
+        raise ConfigError([_several(path, merged)])
+    return validated(layers, overrides)
+
+
+def read_layers(path: str | Path | None, data: dict[str, Any] | None) -> Layers:
+    """The layers of a recipe or a pipeline. Raises ConfigError if a file cannot be read."""
+    layers = Layers()
     if path is not None:
-        _add_file(recipe, Path(path).expanduser(), [])
+        layers.add_file(Path(path).expanduser(), [])
     if data is not None:
-        recipe.layers.append(_Layer("the mapping given", data))
-    if any(isinstance(problem, _Unread) for problem in recipe.problems):
-        # A part of the recipe could not be read at all: what it lacks is not the user's mistake.
-        raise ConfigError(recipe.problems)
-    merged: Any = {}
-    for layer in recipe.layers:
-        merged = _merge(merged, layer.value)
+        layers.layers.append(Layer("the mapping given", data))
+    layers.stop_if_unread()
+    return layers
+
+
+def is_pipeline(merged: Any) -> bool:
+    """Whether a recipe chains stages."""
+    return isinstance(merged, dict) and "stages" in merged
+
+
+def validated(layers: Layers, overrides: Sequence[str], *, below: str = "") -> Config:
+    """What the layers and the overrides say, as a configuration.
+
+    Args:
+        below: what the keys of the overrides begin with, such as `stages.sft.`.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    merged = layers.merged()
     for text in overrides:
-        merged = _override(recipe, merged, text)
+        merged = override(layers, merged, text, below=below)
     completed = _complete(merged, Config, None)
     try:
         config = Config.model_validate(completed, strict=True)
     except ValidationError as error:
-        raise ConfigError(recipe.problems + problems_of(error, completed, recipe.locate)) from None
-    if recipe.problems:
-        raise ConfigError(recipe.problems)
+        raise ConfigError(layers.problems + problems_of(error, completed, layers.locate)) from None
+    if layers.problems:
+        raise ConfigError(layers.problems)
     return config
+
+
+def _several(path: str | Path | None, merged: dict[str, Any]) -> UserError:
+    """That one recipe is wanted, and a pipeline was given."""
+    stages = list(merged["stages"]) if isinstance(merged["stages"], dict) else []
+    name = Path(path).stem if path is not None else "NAME"
+    one = f"the run of a stage, such as runs/{name}/{stages[-1]}" if stages else "the run of a stage"
+    return UserError(
+        f"this is a pipeline of several recipes ({', '.join(map(str, stages))}), and one is wanted here",
+        where=str(path or "stages"),
+        mend=f"name {one}; `strop train` and `strop config show` take a pipeline, `strop.load_pipeline` reads one",
+    )
 
 
 def resolved_yaml(config: Config) -> str:
@@ -118,129 +114,34 @@ def differences(a: Config, b: Config) -> list[tuple[str, Any, Any]]:
     return list(_differences((), _plain(a), _plain(b)))
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
+# --- overrides -----------------------------------------------------------------------------------------------------
 
 
-class _Unread(UserError):
-    """A file that could not be read."""
+def override(layers: Layers, data: Any, text: str, *, below: str = "") -> Any:
+    """The data with one override applied; a copy along its path, because anchors share parts of it.
 
-
-def _add_file(recipe: _Recipe, path: Path, chain: list[Path]) -> None:
-    """Append a file's layers: those of the files it extends first."""
-    try:
-        document = dialect.read(_text_of(path), name=str(path))
-    except ConfigError as error:
-        recipe.problems += [_Unread(problem.what, where=problem.where, mend=problem.mend) for problem in error.problems]
-        return
-    except _Unread as error:
-        recipe.problems.append(error)
-        return
-    recipe.problems += document.repeated
-    if document.value is None:
-        mend = "a recipe has at least `model:`, `data:` and `rewards:`"
-        recipe.problems.append(_Unread(f"{path} is empty", where=str(path), mend=mend))
-        return
-    if not isinstance(document.value, dict):
-        what = f"{path} is not a mapping of sections but {shown(document.value)}"
-        recipe.problems.append(_Unread(what, where=str(path), mend="begin with lines such as `model:` and `data:`"))
-        return
-    value = dict(document.value)
-    layer = _Layer(str(path), value, document.node)
-    for parent in _parents(recipe, layer, value.pop("extends", None)):
-        target = (path.parent / Path(parent).expanduser()).resolve()
-        line = _find(layer, ("extends",))[1]
-        here = [*chain, path.resolve()]
-        if target in here:
-            circle = " -> ".join(step.name for step in [*here[here.index(target) :], target])
-            what, mend = f"recipes extend each other in a circle: {circle}", "remove one of the `extends`"
-            recipe.problems.append(_Unread(what, where=f"{path}, line {line}", mend=mend))
-        elif not target.exists():
-            what = f"{path.name} extends {parent}, which does not exist"
-            mend = _near_file(target) or f"the path is relative to {path.parent}"
-            recipe.problems.append(_Unread(what, where=f"{path}, line {line}", mend=mend))
-        else:
-            _add_file(recipe, path.parent / Path(parent).expanduser(), here)
-    recipe.layers.append(layer)
-
-
-def _parents(recipe: _Recipe, layer: _Layer, extends: Any) -> list[str]:
-    parents = [extends] if isinstance(extends, str) else [] if extends is None else extends
-    if isinstance(parents, list) and all(isinstance(parent, str) for parent in parents):
-        return parents
-    what = f"`extends` must be a file name or a list of file names, got {shown(extends)}"
-    where = f"{layer.name}, line {_find(layer, ('extends',))[1]}"
-    recipe.problems.append(_Unread(what, where=where, mend="write `extends: base.yaml`"))
-    return []
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        mend = _near_file(path)
-        if "=" in path.name and not mend:
-            mend = "the first argument is the recipe's file, overrides follow it"
-        raise _Unread(f"there is no recipe {path}", where=str(path.absolute()), mend=mend) from None
-    except IsADirectoryError:
-        mend = "name the `.yaml` file in it" if any(path.glob("*.yaml")) else "name a `.yaml` file"
-        raise _Unread(f"{path} is a folder, not a recipe", where=str(path.absolute()), mend=mend) from None
-    except UnicodeDecodeError as error:
-        what = f"{path} is not a text file: byte {error.start} is not UTF-8"
-        raise _Unread(what, where=str(path), mend="name the recipe's `.yaml` file") from None
-    except OSError as error:
-        raise _Unread(f"{path} cannot be read: {error.strerror}", where=str(path)) from None
-
-
-def _near_file(path: Path) -> str:
-    """A mend that names a recipe with a similar name, beside the path or in `recipes/`."""
-    folders = dict.fromkeys([path.parent, Path("recipes")])
-    found = {file.stem: file for folder in folders if folder.is_dir() for file in sorted(folder.glob("*.y*ml"))}
-    close = get_close_matches(path.stem, found, n=1)
-    if close:
-        return f"did you mean {found[close[0]]}?"
-    return f"recipes there are {', '.join(str(file) for file in list(found.values())[:8])}" if found else ""
-
-
-def _find(layer: _Layer, path: KeyPath) -> tuple[int, int | None, bool]:
-    if layer.node is not None:
-        return dialect.line_of(layer.node, path)
-    value: Any = layer.value
-    for depth, part in enumerate(path):
-        entries = _entries(value)
-        if part not in entries:
-            return depth, None, not isinstance(value, dict)
-        value = entries[part]
-    return len(path), None, True
-
-
-# --- merging and overrides -----------------------------------------------------------------------------------------
-
-
-def _merge(low: Any, high: Any) -> Any:
-    if not isinstance(low, dict) or not isinstance(high, dict):
-        return high
-    return {**low, **{key: _merge(low[key], value) if key in low else value for key, value in high.items()}}
-
-
-def _override(recipe: _Recipe, data: Any, text: str) -> Any:
-    """The data with one override applied; a copy along its path, because anchors share parts of it."""
+    Args:
+        layers: notes the override, or the problem with it.
+        below: the beginning of its key that leads to the data.
+    """
     where = f"command line: {text}"
     key, equals, written = text.partition("=")
-    parts = key.strip().split(".")
+    key = key.strip().removeprefix(below)
+    parts = key.split(".")
     if not equals or not all(parts):
         what = f"{text!r} is not an override"
-        recipe.problems.append(
+        layers.problems.append(
             UserError(what, where=where, mend="write `section.key=value`, without spaces around `=`")
         )
         return data
     try:
         path = _indexed(parts, data)
-        value = _parse(written, keys.find(key.strip()))
+        value = _parse(written, keys.find(key))
     except UserError as error:
-        recipe.problems.append(UserError(error.what, where=where, mend=error.mend))
+        layers.problems.append(UserError(error.what, where=where, mend=error.mend))
         return data
-    recipe.overrides.append((path, text))
-    return _put(data, path, value)
+    layers.overrides.append((path, text))
+    return put(data, path, value)
 
 
 def _indexed(parts: list[str], data: Any) -> KeyPath:
@@ -286,17 +187,18 @@ def _parse(written: str, place: keys.Place | None) -> Any:
     return value if isinstance(value, list) and any(get_origin(t) is list for t in types) else written
 
 
-def _put(data: Any, path: KeyPath, value: Any) -> Any:
+def put(data: Any, path: KeyPath, value: Any) -> Any:
+    """A copy of nested mappings and lists with another value at a path; mappings are made on the way."""
     if not path:
         return value
     first, rest = path[0], path[1:]
     if isinstance(first, int):
         entries = list(data) if isinstance(data, list) else []
         inner = entries[first] if first < len(entries) else None
-        entries[first : first + 1] = [_put(inner, rest, value)]
+        entries[first : first + 1] = [put(inner, rest, value)]
         return entries
     mapping = dict(data) if isinstance(data, dict) else {}
-    mapping[first] = _put(mapping.get(first), rest, value)
+    mapping[first] = put(mapping.get(first), rest, value)
     return mapping
 
 
@@ -350,9 +252,5 @@ def _pairs(a: Any, b: Any) -> list[tuple[str | int, Any, Any]]:
     given = [value for value in (a, b) if isinstance(value, dict | list)]
     if not given or any(type(value) is not type(given[0]) for value in given):
         return []
-    left, right = (_entries(value) for value in (a, b))
+    left, right = (entries_of(value) for value in (a, b))
     return [(part, left.get(part, _ABSENT), right.get(part, _ABSENT)) for part in dict.fromkeys([*left, *right])]
-
-
-def _entries(value: Any) -> dict[str | int, Any]:
-    return dict(enumerate(value)) if isinstance(value, list) else value if isinstance(value, dict) else {}

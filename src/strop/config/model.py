@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from strop.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, StrictModel
+from strop.config.base import (
+    Auto,
+    ModelPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+)
 
 
 class NewModel(StrictModel):
@@ -38,6 +46,37 @@ class NewModel(StrictModel):
         return self
 
 
+class AdaptiveSettings(StrictModel):
+    """Ranks that move, while training, to the adapters where they matter (AdaLoRA, arXiv 2303.10512). Every adapter
+    begins with `model.lora.rank`; updates are those of the optimizer."""
+
+    target_rank: PositiveInt | Auto = "auto"
+    """Rank of an adapter in the end, on average; `auto` is two thirds of `model.lora.rank`."""
+    tinit: NonNegativeInt | Auto = "auto"
+    """Updates before the first rank is taken away; `auto` is a tenth of the run's."""
+    tfinal: NonNegativeInt | Auto = "auto"
+    """Updates at the end in which the ranks stay as they are; `auto` is half of the run's."""
+    delta_t: PositiveInt | Auto = "auto"
+    """Updates from one reallocation to the next; `auto` makes at most some hundred of them."""
+    beta1: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """Smoothing of how sensitive the loss is to a weight."""
+    beta2: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """Smoothing of how far that strays."""
+    orth_reg_weight: NonNegativeFloat = 0.5
+    """Weight of the term in the loss that keeps the directions of an adapter apart."""
+
+    def rank_of(self, rank: int) -> int:
+        """`target_rank`, given the rank of the beginning."""
+        return max(1, rank * 2 // 3) if self.target_rank == "auto" else self.target_rank
+
+    def phases(self, updates: int) -> tuple[int, int, int]:
+        """(tinit, tfinal, delta_t) of a run of so many updates."""
+        tinit = updates // 10 if self.tinit == "auto" else self.tinit
+        tfinal = updates // 2 if self.tfinal == "auto" else self.tfinal
+        delta_t = max(1, (updates - tinit - tfinal) // 100) if self.delta_t == "auto" else self.delta_t
+        return tinit, tfinal, delta_t
+
+
 class LoraConfig(StrictModel):
     """Low-rank adapters (LoRA, arXiv 2106.09685) through peft; the base weights stay frozen."""
 
@@ -53,13 +92,30 @@ class LoraConfig(StrictModel):
     """Dropout before the adapter; 0 keeps the first mini-batch exactly on-policy."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the modules that get an adapter, or `all-linear` for every linear layer but the output head."""
+    adaptive: AdaptiveSettings | None = None
+    """Let the ranks move to where they matter; every adapter keeps its rank when not set."""
+
+    @model_validator(mode="after")
+    def _ranks_can_move(self) -> Self:
+        if self.adaptive is None:
+            return self
+        for name in ("dora", "rank_stabilised"):
+            if getattr(self, name):
+                raise ValueError(f"peft has no {name} for adapters whose ranks move: leave out {name} or adaptive")
+        if self.adaptive.rank_of(self.rank) >= self.rank:
+            raise ValueError(
+                f"adaptive.target_rank ({self.adaptive.rank_of(self.rank)}) must be below rank ({self.rank}), or there "
+                "is nothing to reallocate"
+            )
+        return self
 
 
 class ModelSettings(StrictModel):
     """`model:` which language model is trained, and how it is held in memory."""
 
-    path: str | None = None
-    """A Hugging Face folder, a name on the Hub, or a name that `strop models list` shows. Not with `create`."""
+    path: ModelPath | None = None
+    """A Hugging Face folder, a name on the Hub, a name that `strop models list` shows, a run, or in a pipeline
+    `stage:NAME`. Not with `create`."""
     create: NewModel | None = None
     """Make a small model with random weights instead of loading one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -77,7 +77,7 @@ def _key_path(location: Sequence[str | int], *, unknown: bool) -> tuple[Path, An
         elif len(models) == 1 and part in models[0].model_fields:
             path.append(part)
             current = keys.annotation_of(models[0].model_fields[str(part)])
-        elif len(keys.options(current)) == 1 and items and isinstance(part, int):
+        elif items and isinstance(part, int) and _only_lists(current):
             path.append(part)
             current = items[0]
         else:
@@ -85,6 +85,11 @@ def _key_path(location: Sequence[str | int], *, unknown: bool) -> tuple[Path, An
                 path.append(part)
             break
     return tuple(path), current
+
+
+def _only_lists(annotation: Any) -> bool:
+    """Whether a type is a list, or null; of other unions pydantic names the member before it counts the entries."""
+    return all(get_origin(option) is list or option in (None, type(None)) for option, _ in keys.options(annotation))
 
 
 def _by_kind(annotation: Any) -> list[tuple[str, Any]]:
@@ -102,7 +107,8 @@ def _problem(path: Path, annotation: Any, detail: dict[str, Any], data: Any, loc
     if kind in ("value_error", "assertion_error"):
         return _refused(path, detail, value, annotation, locate)
     if path and isinstance(path[-1], int) and keys.models_of(annotation):
-        expected = "a section with a `kind`"
+        kinds = [kind for _, kind in keys.kinds_of(annotation) if kind]
+        expected = "a section with a `kind`" if kinds else "a section"
     else:
         expected = keys.describe(annotation)
     return UserError(

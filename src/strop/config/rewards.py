@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, StrictModel
+from strop.config.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ScalarModelPath,
+    Share,
+    StrictModel,
+)
 
 
 class Verifier(StrictModel):
@@ -74,9 +82,9 @@ class RewardModelVerifier(Verifier):
 
     kind: Literal["reward_model"]
     """Ask a reward model."""
-    path: str
-    """A run that trained one (`supervised.method: reward_model`), or a Hugging Face folder of a model with one label
-    (`...ForSequenceClassification`). It has its own tokenizer."""
+    path: ScalarModelPath
+    """A run that trained one (`supervised.method: reward_model`), in a pipeline `stage:NAME`, or a Hugging Face folder
+    of a model with one label (`...ForSequenceClassification`). It has its own tokenizer."""
     render: Literal["auto", "chat", "text"] = "auto"
     """How it reads prompts: `chat` through its chat template, `text` as they are; `auto` is `chat` for messages."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -100,12 +108,21 @@ VerifierSettings = Annotated[
     | EnvironmentVerifier,
     Field(discriminator="kind"),
 ]
+Verifiers = Annotated[list[VerifierSettings], Field(min_length=1)]
+
+
+def check_names(verifiers: list[VerifierSettings]) -> None:
+    """Raises ValueError when two verifiers have the same name."""
+    names = [verifier.name or verifier.kind for verifier in verifiers]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two verifiers are called {twice[0]!r}; give one of them another `name`")
 
 
 class RewardSettings(StrictModel):
     """`rewards:` the weighted sum of verifiers that a completion is worth."""
 
-    verifiers: Annotated[list[VerifierSettings], Field(min_length=1)]
+    verifiers: Verifiers
     """What is scored; the first one decides what counts as correct in `accuracy`."""
     timeout: PositiveFloat = 30.0
     """Seconds that one batch of completions may take in a verifier before it counts as `timeout`."""
@@ -121,8 +138,5 @@ class RewardSettings(StrictModel):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
-        names = [verifier.name or verifier.kind for verifier in self.verifiers]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"two verifiers are called {twice[0]!r}; give one of them another `name`")
+        check_names(self.verifiers)
         return self

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from strop.config.base import Auto, NonNegativeInt, PositiveInt, StrictModel
+from strop.config.base import Auto, NonNegativeFloat, NonNegativeInt, PositiveInt, StrictModel
+from strop.config.rewards import Verifiers, check_names
 
 
 class RunSettings(StrictModel):
@@ -29,6 +30,32 @@ class RunSettings(StrictModel):
         return value
 
 
+class WatchedMetric(StrictModel):
+    """A score on held-out data that something is decided by."""
+
+    metric: str
+    """Its name in `metrics.jsonl`: `eval/accuracy`, `eval/reward`, or of examples `eval/loss` and so on."""
+    mode: Literal["auto", "max", "min"] = "auto"
+    """Whether more or less of it is better; `auto` knows, but for `eval/completion_length`."""
+
+
+class EarlyStopSettings(WatchedMetric):
+    """End the run before its last step when a held-out score has stopped getting better."""
+
+    patience: PositiveInt = 3
+    """Evaluations in a row that may pass without a new best; the run ends after so many."""
+    min_delta: NonNegativeFloat = 0.0
+    """By how much a new best has to be better than the last one."""
+
+
+class BestSettings(WatchedMetric):
+    """Keep the checkpoints that score best on held-out data, beside the newest ones. `checkpoints/best` names the very
+    best one."""
+
+    keep: PositiveInt = 1
+    """Best checkpoints that are kept."""
+
+
 class EvaluationSettings(StrictModel):
     """`evaluation:` scores on `data.eval`, before the first step, at intervals, and after the last."""
 
@@ -42,6 +69,19 @@ class EvaluationSettings(StrictModel):
     """Sampling temperature; 0 takes the most likely token."""
     max_new_tokens: PositiveInt | None = None
     """Longest completion; `rollout.max_new_tokens` when not set."""
+    verifiers: Verifiers | None = None
+    """What held-out completions are scored by; `rewards.verifiers` when not set. With a learned reward in training, an
+    exact one here says whether the policy gets better or only better at pleasing."""
+    correct_at: float = 1.0
+    """Score of the first of these verifiers from which a completion counts as correct; `rewards.correct_at` is not
+    asked."""
+    early_stop: EarlyStopSettings | None = None
+    """End the run when a held-out score has stopped getting better; it goes on to its last step when not set."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        check_names(self.verifiers or [])
+        return self
 
 
 class CheckpointSettings(StrictModel):
@@ -51,6 +91,8 @@ class CheckpointSettings(StrictModel):
     """Steps between checkpoints; one is always written at the end."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
+    best: BestSettings | None = None
+    """Keep the best checkpoints too, by a held-out score; only the newest when not set."""
 
 
 class TrackingSettings(StrictModel):

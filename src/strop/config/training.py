@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from strop.config.base import Auto, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, StrictModel
+from strop.config.base import (
+    AnyModelPath,
+    Auto,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    StrictModel,
+)
 from strop.config.data import DataSource
 
 
@@ -55,15 +64,22 @@ class TrainingSettings(StrictModel):
 
 
 class CriticSettings(StrictModel):
-    """`critic:` the model that `ppo` estimates values with, a backbone of its own with a scalar head, trained whole."""
+    """`critic:` the model that `ppo` estimates values with: a second model with a scalar head, trained whole, or a
+    scalar head on the policy itself."""
 
-    path: str | None = None
+    shared: bool = False
+    """Put the scalar head on the policy's own backbone: one pass gives log-probabilities and values, and one optimizer
+    updates both. The head is no part of the model that is exported."""
+    value_coef: PositiveFloat = 0.1
+    """Weight of the value loss beside the policy's, with `shared`."""
+    path: AnyModelPath | None = None
     """Model to begin with, of the policy's tokenizer: a language model, whose head then begins at 0, or a reward model,
-    whose head is kept. The policy itself when not set."""
+    whose head is kept. The policy itself when not set. Not with `shared`."""
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)
-    """The optimizer and its schedule."""
+    """The optimizer and its schedule. With `shared` only `learning_rate` counts, as the head's own peak: all else is
+    that of `training.optimizer`, whose schedule it follows."""
     warmup_steps: NonNegativeInt = 0
-    """Steps at the beginning in which the critic alone learns."""
+    """Steps at the beginning in which the critic alone learns; with `shared`, its head alone."""
 
 
 class WarmupSettings(StrictModel):

@@ -18,6 +18,8 @@ from strop.errors import DataError
 Split = Literal["train", "eval"]
 Style = Literal["plain", "spaced", "question"]
 Row = dict[str, str]
+Judged = dict[str, str | bool]
+Worked = dict[str, str | list[str] | list[bool]]
 
 HELD_OUT_IN_1000 = 100
 ENUMERATED = 2**18
@@ -99,6 +101,53 @@ def pairs(
         right = int(row["answer"])
         wrong = right + (1, -1 if right else 1, 10)[slip]
         found.append({**row, "chosen": row["answer"], "rejected": str(wrong)})
+    return found
+
+
+def judged(
+    count: int,
+    *,
+    digits: int = 2,
+    operations: str = "+",
+    seed: int = 0,
+    split: Split = "train",
+    style: Style = "plain",
+) -> list[Judged]:
+    """The same problems with one answer and a verdict: `{"prompt": "37+48=", "completion": "86", "label": False}`.
+
+    Half of the answers are right, the others slips as in `pairs`; which are follows from the seed. For the arguments
+    and errors see `problems`.
+    """
+    rows = pairs(count, digits=digits, operations=operations, seed=seed, split=split, style=style)
+    right = hashed(np.arange(count, dtype=np.uint64), stream_key(seed, 7)) < np.uint64(2**63)
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen" if good else "rejected"], "label": good}
+        for row, good in zip(rows, right.tolist(), strict=True)
+    ]
+
+
+def worked(count: int, *, seed: int = 0, split: Split = "train", style: Style = "plain") -> list[Worked]:
+    """Sums of two numbers of at most two digits, worked in three steps, each right or wrong: the ones, the tens with
+    what is carried, the result, as `{"prompt": "37+48=", "steps": ["7+8=15", "3+4+1=8", "85"], "labels": [True, True,
+    True]}`.
+
+    Half of the solutions have a slip of one in one of the steps; it and all that follows from it is labelled wrong. For
+    the arguments and errors see `problems`.
+    """
+    rows = problems(count, seed=seed, split=split, style="plain")
+    slips = hashed(np.arange(count, dtype=np.uint64), stream_key(seed, 8)) % np.uint64(6)
+    found: list[Worked] = []
+    for row, slip in zip(rows, slips.tolist(), strict=True):
+        a, b = (int(number) for number in row["prompt"].removesuffix("=").split("+"))
+        ones = a % 10 + b % 10 + (slip == 0)
+        tens = a // 10 + b // 10 + ones // 10 + (slip == 1)
+        steps = [
+            f"{a % 10}+{b % 10}={ones}",
+            f"{a // 10}+{b // 10}+{ones // 10}={tens}",
+            str(10 * tens + ones % 10 + (slip == 2)),
+        ]
+        prompt = _STYLES[style].format(a=a, op="+", b=b)
+        found.append({"prompt": prompt, "steps": steps, "labels": [slip > at for at in range(3)]})
     return found
 
 

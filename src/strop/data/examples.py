@@ -17,6 +17,8 @@ from strop.data.rendering import Message, Renderer, clean_messages
 from strop.data.sources import Source
 from strop.errors import DataError
 
+TEXT_METHODS = ("sft", "distillation")
+"""Methods that learn the tokens of given texts."""
 CHECK_FIRST_ROWS = 1000
 """Rows that are rendered before a run begins."""
 
@@ -45,12 +47,15 @@ class Example:
 class ExampleRow:
     """What one row of data becomes: one example, a chosen and a rejected one, or a ranking, best first.
 
-    worth: one number for each example, the meaning of which is the method's: see `algorithms/paired.py`.
+    worth: one number for each example, the meaning of which is the method's: see `algorithms/paired.py`. index: of the
+    row in its source. where: the same for people.
     """
 
     row_id: str
     examples: tuple[Example, ...]
     worth: tuple[float, ...]
+    index: int = 0
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class ExampleDataset:
         row, where = self.source[i], self.source.location(i)
         method = self._settings.method
         worth: tuple[float, ...] = (0.0,)
-        if method == "sft":
+        if method in TEXT_METHODS:
             examples = (self._taught(i, row, where),)
         elif method == "kto":
             examples = (self._answered(i, self._get(row, self._columns.completion, where), where),)
@@ -131,7 +136,7 @@ class ExampleDataset:
         for example in examples:
             if len(example.tokens) > self.longest:
                 raise self._too_long(len(example.tokens), where)
-        return ExampleRow(f"row-{i:06d}", examples, worth)
+        return ExampleRow(f"row-{i:06d}", examples, worth, i, where)
 
     def check(self) -> CheckedRows:
         """Render the first rows before anything else is done, and raise the first problem.
@@ -324,7 +329,7 @@ class ExampleDataset:
     def _needs(self, data: DataSettings) -> None:
         """Raise DataError if no row can have what the method needs."""
         names, method, has = self._columns, self._settings.method, self.source.columns
-        if method == "sft":
+        if method in TEXT_METHODS:
             wanted = [] if names.messages in has else [self.source.mapping.answer]
         elif method == "kto":
             wanted = [names.completion, names.label]
@@ -336,7 +341,7 @@ class ExampleDataset:
             wanted = [names.chosen, names.rejected, *([names.margin] if names.margin is not None else [])]
         for name in wanted:
             if name not in has:
-                also = f", or {names.messages!r} with whole conversations" if method == "sft" else ""
+                also = f", or {names.messages!r} with whole conversations" if method in TEXT_METHODS else ""
                 raise DataError(
                     f"the data has no column {name!r}{also}, which the method {method} needs; it has {listed(has)}",
                     where=self.source.describe(),

@@ -85,6 +85,16 @@ class ParquetSource:
         row: dict[str, Any] = self._table(block).slice(i - int(self._starts[block]), 1).to_pylist()[0]
         return row
 
+    def column(self, name: str) -> list[Any]:
+        """One column of all rows; the others are not read."""
+        import pyarrow.parquet
+
+        return [
+            value
+            for path, metadata in zip(self.paths, self._metadata, strict=True)
+            for value in pyarrow.parquet.ParquetFile(path, metadata=metadata).read(columns=[name])[name].to_pylist()
+        ]
+
     def location(self, i: int) -> str:
         file = self._blocks[self._block_of(i)].file
         first = next(n for n, block in enumerate(self._blocks) if block.file == file)

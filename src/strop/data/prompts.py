@@ -134,6 +134,32 @@ class PromptDataset:
         """The rendered prompt of row i."""
         return self._rendered(i, self.source[i])[1]
 
+    def given(self, row: dict[str, Any], where: str) -> str | list[Message]:
+        """The prompt of a row as text or messages, as the row has it or as `prompt_template` makes it.
+
+        Raises:
+            DataError: the row has none, or one that cannot be used.
+        """
+        if self._template is not None:
+            return fill_template(self._template, row, where)
+        name = self.source.mapping.prompt
+        if name not in row:
+            raise DataError(
+                f"the row has no column {name!r}; it has {', '.join(row) or 'none'}",
+                where=where,
+                mend="Give every row a prompt.",
+            )
+        value = row[name]
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list | tuple):
+            return check_messages(value, where)
+        raise DataError(
+            f"the column {name!r} holds {type(value).__name__}, neither a text nor a list of messages",
+            where=where,
+            mend="Give a text or messages there, or set data.prompt_template to make a text of other columns.",
+        )
+
     def check(self, first: int | None = None) -> Checked:
         """Render and tokenise rows before anything else is done, and raise the first problem.
 
@@ -204,30 +230,9 @@ class PromptDataset:
     def _rendered(self, i: int, row: dict[str, Any]) -> tuple[str | list[Message], str, bool]:
         """The prompt as given, the text of it, and whether that came from the chat template."""
         where = self.source.location(i)
-        prompt = self._given(row, where)
+        prompt = self.given(row, where)
         text, chat = self._renderer.text(prompt, where)
         return prompt, text, chat
-
-    def _given(self, row: dict[str, Any], where: str) -> str | list[Message]:
-        if self._template is not None:
-            return fill_template(self._template, row, where)
-        name = self.source.mapping.prompt
-        if name not in row:
-            raise DataError(
-                f"the row has no column {name!r}; it has {', '.join(row) or 'none'}",
-                where=where,
-                mend="Give every row a prompt.",
-            )
-        value = row[name]
-        if isinstance(value, str):
-            return value
-        if isinstance(value, list | tuple):
-            return check_messages(value, where)
-        raise DataError(
-            f"the column {name!r} holds {type(value).__name__}, neither a text nor a list of messages",
-            where=where,
-            mend="Give a text or messages there, or set data.prompt_template to make a text of other columns.",
-        )
 
     def _check_length(self, i: int, tokens: list[int]) -> None:
         if not tokens:
@@ -275,6 +280,11 @@ class PromptStream:
                 # Two usable prompts may lie almost two epochs apart: first in one order, last in the next.
                 if passed >= 2 * len(self._cursor):
                     raise _all_overlong("every prompt is", error) from error
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, that the last prompt was of."""
+        return self._cursor.epoch
 
     def state(self) -> dict[str, Any]:
         """What `load` needs, as JSON-ready values."""

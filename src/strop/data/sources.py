@@ -140,8 +140,9 @@ def open_source(settings: DataSource) -> Source:
     if settings.limit is not None and settings.limit < len(source):
         source = FirstRows(source, settings.limit)
     source.mapping = settings.columns
-    # Rows may lack an answer, but not the column that a recipe names for it.
-    if "answer" in settings.columns.model_fields_set:
+    # Rows may lack an answer, but not the column that a recipe names for it. What counts is the value: a run's own
+    # recipe has every default written out.
+    if settings.columns.answer != Columns().answer:
         require_column(source, settings.columns.answer, key="columns.answer")
     return source
 

@@ -123,7 +123,7 @@ class Conversation:
         return Continuation(self._tokens(text, last), last.place, forked=False)
 
     def _tokens(self, text: str, before: _Piece) -> list[int]:
-        """Token ids of what follows a piece; the end-of-turn token that the policy itself wrote is not written again."""
+        """Token ids of what follows a piece; an end-of-turn token that the policy itself wrote is not written again."""
         ids = self._renderer.tokens([text], True)[0]
         if before.written and before.ends and ids and ids[0] in self._end_ids:
             return ids[1:]

@@ -14,21 +14,23 @@ if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
 
 HOOKS = ("advantages", "loss", "denominators", "reduce")
-NOT_CHOICES = ("name", "dialect", "arguments", "teacher")
+NOT_CHOICES = ("name", "dialect", "arguments", "teacher", "teachers")
 
 
 @dataclass(frozen=True)
 class Demands:
     """What an algorithm asks of the loop, beside the three hooks: each is an attribute of it, or not there at all.
 
-    reference, old_logprobs, greedy, teacher, critic: fields of the batch to fill. correct: it has the hook of the same
-    name. The last three are rules of `algorithms/sampling_rules.py`.
+    reference, old_logprobs, greedy, teacher, critic: fields of the batch to fill. targets: of how many tokens at each
+    position the teacher's distribution is to be told; 0 asks for none. correct: it has the hook of the same name. The
+    last three are rules of `algorithms/sampling_rules.py`.
     """
 
     reference: bool
     old_logprobs: bool
     greedy: bool
     teacher: bool
+    targets: int
     critic: bool
     correct: bool
     overlong_filter: bool
@@ -43,6 +45,7 @@ def demands_of(algorithm: Algorithm) -> Demands:
         old_logprobs=getattr(algorithm, "needs_old_logprobs", False),
         greedy=getattr(algorithm, "needs_greedy", False),
         teacher=getattr(algorithm, "needs_teacher", False),
+        targets=getattr(algorithm, "top_k", 0) if getattr(algorithm, "needs_targets", False) else 0,
         critic=getattr(algorithm, "needs_critic", False),
         correct=hasattr(algorithm, "correct"),
         overlong_filter=getattr(algorithm, "overlong_filter", False),
@@ -71,20 +74,33 @@ def make_algorithm(config: Config) -> Algorithm:
             where="critic",
             mend="remove it, or set algorithm.name to ppo",
         )
+    _check_teacher(algorithm, settings)
+    return algorithm
+
+
+def _check_teacher(algorithm: Any, settings: AlgorithmSettings) -> None:
+    """Refuse a teacher that nobody asks, and an algorithm without the teacher that it needs."""
     needs_teacher = getattr(algorithm, "needs_teacher", False)
-    if needs_teacher and settings.teacher is None:
+    key = "teachers" if settings.teachers else "teacher"
+    named = settings.teacher is not None or bool(settings.teachers)
+    if needs_teacher and not named:
         raise _problem(
             f"{algorithm.name} learns from a teacher, and none is named",
             where="algorithm.teacher",
             mend="set it to a model folder, a run or a name, with the tokenizer of the model that is trained",
         )
-    if settings.teacher is not None and not needs_teacher:
+    if named and not needs_teacher:
         raise _problem(
-            f"teacher has no effect with {algorithm.name}, which asks no teacher",
-            where="algorithm.teacher",
-            mend="remove it, or set algorithm.name to opd",
+            f"{key} has no effect with {algorithm.name}, which asks no teacher",
+            where=f"algorithm.{key}",
+            mend="remove it, or set algorithm.name to opd or gkd",
         )
-    return algorithm
+    if len(settings.teachers) == 1 and settings.teachers[0].weight != 1:
+        raise _problem(
+            "the weight has no effect with a single teacher",
+            where="algorithm.teachers.0.weight",
+            mend="remove it, or name more teachers",
+        )
 
 
 def _built_in_form(kind: Any, config: Config) -> Any:
@@ -153,7 +169,7 @@ def _is_policy_gradient(kind: type) -> bool:
 
 def _own_object(kind: type, settings: AlgorithmSettings) -> Any:
     """An object of a class that builds on nothing of strop's: it has only the arguments of its own."""
-    set_here = sorted(settings.model_fields_set - {"name", "arguments", "teacher"})
+    set_here = sorted(settings.model_fields_set - {"name", "arguments", "teacher", "teachers"})
     if set_here:
         raise _problem(
             f"{', '.join(set_here)} would have no effect: {settings.name} is not built on PolicyGradient and takes its "

@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from strop.config.training import OptimizerSettings
 from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
+from strop.data.rollouts import RolloutDataset
 from strop.loops.algorithm import demands_of
 from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.step_batch import has_spread
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
-from strop.models.scalar import with_scalar_head
+from strop.models.scalar import value_head, with_scalar_head
 from strop.planning.hardware import Sizes, choose_sizes
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
@@ -27,6 +28,7 @@ from strop.rollout.collector import Collector
 from strop.rollout.engine import SampleSettings
 from strop.rollout.engines.local import LocalEngine
 from strop.rollout.player import Player
+from strop.rollout.recorded import RecordedCollector
 from strop.tracking.atomic import replacing
 from strop.training.single import SingleDeviceTrainer
 
@@ -65,7 +67,7 @@ def load_roles(prepared: Prepared | PreparedExamples, *, scalar: bool = False) -
         loaded = replace(loaded, model=with_scalar_head(loaded.model, pad_id=loaded.pad_id))
     model: Any = loaded.model
     if config.model.lora is not None:
-        model = add_lora(loaded.model, config.model.lora, config.run.seed)
+        model = add_lora(loaded.model, config.model.lora, config.run.seed, updates=config.updates)
     sizes = choose_sizes(config, hardware, model, min(prepared.longest, loaded.context))
     return Roles(loaded, model, sizes)
 
@@ -80,6 +82,7 @@ def make_trainer(
 ) -> SingleDeviceTrainer:
     """The trainer of reinforcement learning, or of the supervised warm-up."""
     config = prepared.config
+    shared = reinforcement and config.critic.shared
     return SingleDeviceTrainer(
         roles.model,
         optimizer,
@@ -89,8 +92,11 @@ def make_trainer(
         chunk=config.training.logprob_chunk,
         parts=config.training.mini_batches if reinforcement else 1,
         epochs=config.training.epochs if reinforcement else 1,
-        reference=reinforcement and prepared.algorithm.needs_reference,
+        reference=reinforcement and prepared.needs_reference,
         recompute=config.model.activation_checkpointing,
+        value_head=value_head(roles.model) if shared else None,
+        value_rate=config.critic.optimizer.learning_rate if shared else None,
+        moving_ranks=reinforcement,
     )
 
 
@@ -115,11 +121,10 @@ def make_publisher(roles: Roles, engine: LocalEngine) -> SharedPublisher:
 
 
 def make_stream(prepared: Prepared) -> PromptStream:
-    """Training prompts in the order of the run's seed."""
-    config = prepared.config
-    return PromptStream(
-        prepared.train, Cursor(prepared.train.source, seed=config.run.seed, shuffle=config.data.shuffle)
-    )
+    """Training prompts, or groups of completions, in the order of the run's seed."""
+    config, train = prepared.config, prepared.train
+    source: Any = train.groups if isinstance(train, RolloutDataset) else train.source
+    return PromptStream(train, Cursor(source, seed=config.run.seed, shuffle=config.data.shuffle))
 
 
 def make_player(prepared: Prepared, roles: Roles, engine: LocalEngine) -> Player:
@@ -127,9 +132,23 @@ def make_player(prepared: Prepared, roles: Roles, engine: LocalEngine) -> Player
     return Player(engine, roles.tokenizer, prepared.world)
 
 
-def make_collector(prepared: Prepared, player: Player, stream: PromptStream, progress: Any) -> Collector:
-    rollout = prepared.config.rollout
+def make_collector(
+    prepared: Prepared, roles: Roles, player: Player, stream: PromptStream, progress: Any
+) -> Collector | RecordedCollector:
+    """Where the groups of a step come from."""
+    rollout, offline = prepared.config.rollout, prepared.config.offline
     demands = demands_of(prepared.algorithm)
+    if offline is not None:
+        return RecordedCollector(
+            lambda: stream.next()[0],
+            prepared.scorer if offline.rewards == "verify" else None,
+            # A warm-up has changed the weights, so no completion is their own.
+            fingerprint=roles.loaded.fingerprint if prepared.config.warmup is None else "none",
+            admission=Admission(rollout.groups_per_step, rollout.max_staleness),
+            worth=has_spread if demands.without_spread == "resample" else None,
+            max_refills=demands.max_refills,
+            greedy=demands.greedy,
+        )
     return Collector(
         player,
         prepared.scorer,

@@ -14,10 +14,13 @@ from strop.config import Config
 from strop.loops.assembly import Roles
 from strop.loops.folder import OpenedFolder, close_after, open_folder
 from strop.loops.randomness import random_state, restore_random, set_seed
+from strop.loops.selection import evaluations_of, ranking, stop_reason
 from strop.models.save import save_model
 from strop.tracking.display import Display, Summary, make_display
 from strop.tracking.metrics import MetricsWriter
-from strop.training.checkpoint import save_checkpoint
+from strop.tracking.summary import short_path
+from strop.tracking.text import show_metric
+from strop.training.checkpoint import best_checkpoints, point_best, save_checkpoint
 
 GIB = 1 << 30
 
@@ -25,7 +28,7 @@ GIB = 1 << 30
 class BaseRun(ABC):
     """One run. `open` makes it; a loop calls its verbs in turn.
 
-    step: steps that are done. before, after: held-out scores.
+    step: steps that are done. before, after: held-out scores. evaluations: the steps that were evaluated, with scores.
     """
 
     def __init__(self, prepared: Any, roles: Roles, opened: OpenedFolder, display: Display) -> None:
@@ -33,6 +36,7 @@ class BaseRun(ABC):
         self.step = 0
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.prepared = prepared
         self.roles = roles
         self.display = display
@@ -50,6 +54,24 @@ class BaseRun(ABC):
         """The run's folder."""
         return self.directory.path
 
+    @property
+    def done(self) -> bool:
+        """Whether all steps are done, or the run has stopped getting better (`evaluation.early_stop`)."""
+        return self.step >= self.config.run.steps or bool(self.stopped)
+
+    @property
+    def stopped(self) -> str:
+        """Why the run ends before its last step; empty while it does not."""
+        if self.step >= self.config.run.steps:
+            return ""
+        return stop_reason(self.evaluations, self.config.evaluation.early_stop)
+
+    @property
+    def best(self) -> Path | None:
+        """The model of the best checkpoint; None without `checkpoint.best`."""
+        steps = best_checkpoints(self.directory.checkpoints_folder, *self._best_of())
+        return self._checkpoint_of(steps[0]) / "model" if steps else None
+
     @classmethod
     async def open(cls, prepared: Any, *, fresh: bool, recipe: str | None) -> Self:
         """Load, and go to where the run had stopped.
@@ -57,11 +79,7 @@ class BaseRun(ABC):
         Raises:
             UserError: the run cannot be gone on with; nothing was written.
         """
-        torch.set_num_threads(prepared.hardware.threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        set_seed(prepared.config.run.seed)
+        settle(prepared)
         display = make_display(prepared.config.tracking)
         try:
             roles, others = cls._load(prepared)
@@ -109,11 +127,10 @@ class BaseRun(ABC):
 
     async def evaluate_and_save_if_due(self) -> None:
         """Evaluate and write a checkpoint at the intervals that the recipe names, and after the last step."""
-        last = self.step >= self.config.run.steps
         every = self.config.evaluation.every
-        if last or (every and self.step % every == 0):
+        if self.step >= self.config.run.steps or (every and self.step % every == 0):
             await self.evaluate()
-        if last or self.step % self.config.checkpoint.every == 0:
+        if self.done or self.step % self.config.checkpoint.every == 0 or self._is_among_the_best():
             self.save()
 
     async def evaluate(self) -> dict[str, float]:
@@ -124,6 +141,8 @@ class BaseRun(ABC):
         self.after = await self._score_held_out()
         if not self.before:
             self.before = dict(self.after)
+        self.evaluations = [(step, scores) for step, scores in self.evaluations if step < self.step]
+        self.evaluations.append((self.step, dict(self.after)))
         self.metrics.log(self.step, {f"eval/{name}": value for name, value in self.after.items()}, kind="eval")
         self.display.evaluation(self.step, self.after)
         self.directory.update(scores={"before": self.before, "after": self.after})
@@ -132,13 +151,20 @@ class BaseRun(ABC):
     def save(self) -> Path:
         """Write a checkpoint of this step."""
         if self._saved_at == self.step:
-            return self.directory.checkpoints_folder / f"step-{self.step:06d}"
+            return self._checkpoint_of(self.step)
         self.display.phase("saving")
         started = time.perf_counter()
+        steps, keep_best = self._best_of()
         folder = save_checkpoint(
-            self.directory.checkpoints_folder, self.step, self._write, keep=self.config.checkpoint.keep
+            self.directory.checkpoints_folder,
+            self.step,
+            self._write,
+            keep=self.config.checkpoint.keep,
+            ranking=steps,
+            keep_best=keep_best,
         )
         self._saved_at = self.step
+        self.directory.update(best=self._best_score())
         self._times["time/checkpoint"] = time.perf_counter() - started
         return folder
 
@@ -147,6 +173,7 @@ class BaseRun(ABC):
         if not self.after:
             await self.evaluate()
         model = self.save() / "model"
+        self.directory.update(stopped=self.stopped, best=self._best_score())
         self.display.finish(
             Summary(
                 run=self.folder,
@@ -160,6 +187,8 @@ class BaseRun(ABC):
                 model=model,
                 events=self.directory.events_folder if self.config.tracking.tensorboard else None,
                 next_commands=self._next_commands(),
+                best=self._best_line(),
+                stopped=self.stopped,
             )
         )
         return model
@@ -170,7 +199,7 @@ class BaseRun(ABC):
         self.display.close()
         self.metrics.close()
         if error is None:
-            self.directory.close("finished" if self.step >= self.config.run.steps else "interrupted")
+            self.directory.close("finished" if self.done else "interrupted")
         else:
             close_after(self.directory, error)
 
@@ -186,6 +215,40 @@ class BaseRun(ABC):
                 f"all {self.step} steps of this run are done; raise run.steps to go on with it, or start a new run "
                 "with --fresh"
             )
+        elif self.stopped:
+            self.display.message(
+                f"this run ended early, after step {self.step} of {self.config.run.steps}: {self.stopped}; raise "
+                "evaluation.early_stop.patience to go on with it, or start a new run with --fresh"
+            )
+
+    def _checkpoint_of(self, step: int) -> Path:
+        return self.directory.checkpoints_folder / f"step-{step:06d}"
+
+    def _best_of(self) -> tuple[list[int], int]:
+        """Evaluated steps, best first, and how many of them keep their checkpoints."""
+        settings = self.config.checkpoint.best
+        if settings is None:
+            return [], 0
+        return [step for step, _ in ranking(self.evaluations, settings)], settings.keep
+
+    def _is_among_the_best(self) -> bool:
+        return self.step in best_checkpoints(self.directory.checkpoints_folder, *self._best_of(), planned=self.step)
+
+    def _best_score(self) -> dict[str, Any]:
+        """Metric, step and score of the best checkpoint, for the manifest."""
+        settings = self.config.checkpoint.best
+        steps = best_checkpoints(self.directory.checkpoints_folder, *self._best_of())
+        if settings is None or not steps:
+            return {}
+        scores = dict(ranking(self.evaluations, settings))
+        return {"metric": settings.metric, "step": steps[0], "score": scores[steps[0]]}
+
+    def _best_line(self) -> str:
+        found, model = self._best_score(), self.best
+        if model is None:
+            return ""
+        name = str(found["metric"]).removeprefix("eval/")
+        return f"step {found['step']}, {name} {show_metric(name, found['score'])}: {short_path(model)}"
 
     async def _restore(self, opened: OpenedFolder) -> None:
         if opened.checkpoint is None:
@@ -194,9 +257,12 @@ class BaseRun(ABC):
         self.step = int(state["step"])
         self._saved_at = self.step
         self.before, self.after = dict(state["before"]), dict(state["after"])
+        self.evaluations = evaluations_of(state)
         self._tokens = dict(state["tokens"])
         await self._take_back(opened.checkpoint, state)
         restore_random(state["random"])
+        # The recipe may now ask for another metric, or the process died between the two pointers.
+        point_best(self.directory.checkpoints_folder, *self._best_of())
 
     def _write(self, folder: Path) -> dict[str, Any]:
         save_model(self.roles.model, self.roles.tokenizer, folder / "model")
@@ -204,6 +270,7 @@ class BaseRun(ABC):
             "step": self.step,
             "before": self.before,
             "after": self.after,
+            "evaluations": self.evaluations,
             "tokens": self._tokens,
             **self._state(folder),
             "random": random_state(),
@@ -226,6 +293,15 @@ class BaseRun(ABC):
             before=self.before or None,
             history=opened.history,
         )
+
+
+def settle(prepared: Any) -> None:
+    """Threads, determinism and seeds: what has to be the same before the first number is computed."""
+    torch.set_num_threads(prepared.hardware.threads)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    set_seed(prepared.config.run.seed)
 
 
 def _parameters(model: Any) -> str:

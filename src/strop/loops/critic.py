@@ -1,4 +1,4 @@
-"""The critic of PPO: a second model, with a scalar head, that learns what the rest of a completion is worth."""
+"""The critic of PPO: a scalar head, on a second model or on the policy, that learns what is still to come."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.batch import TokenBatch
-from strop.algorithms.supervised import Values, explained_variance
+from strop.algorithms.supervised import Values, WithValues, explained_variance
 from strop.config.model import ModelSettings
 from strop.errors import ModelError
 from strop.loops.assembly import Roles
 from strop.loops.prepare import Prepared
-from strop.models.folder import is_scalar_folder
-from strop.models.load import load_model, load_scalar_model, resolve_model
+from strop.models.find import resolve_model
+from strop.models.folder import check_model_folder, is_scalar_folder
+from strop.models.load import ModelFacts, load_model, load_scalar_model, load_tokenizer
 from strop.models.scalar import with_scalar_head
 from strop.training.single import SingleDeviceTrainer
 
@@ -29,6 +30,7 @@ class Critic:
         config = prepared.config
         training = config.training
         model.requires_grad_(True)
+        self.algorithm = prepared.algorithm
         self.objective = Values(prepared.algorithm)
         self.trainer = SingleDeviceTrainer(
             model,
@@ -59,6 +61,15 @@ class Critic:
         found["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
         return found
 
+    def update_both(self, batch: TokenBatch, policy: SingleDeviceTrainer, *, alone: bool) -> dict[str, float]:
+        """Update the policy and the critic, or the critic alone; returns the metrics of what was updated."""
+        stats: dict[str, float] = {}
+        if alone:
+            batch.extra["logprobs"] = policy.logprobs(batch)
+        else:
+            stats = policy.update(batch, self.algorithm)
+        return stats | self.update(batch)
+
     def save(self, directory: Path) -> dict[str, Any]:
         """Write everything that resumes bit for bit."""
         directory.mkdir()
@@ -68,15 +79,80 @@ class Critic:
         self.trainer.load(directory, state)
 
 
-def make_critic(prepared: Prepared, roles: Roles) -> Critic | None:
+def check_critic(path: str, policy: ModelFacts) -> None:
+    """See that the model of `critic.path` is there and reads tokens as the policy does, without loading its weights.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
+    folder = resolve_model(path)
+    check_model_folder(folder, scalar=is_scalar_folder(folder))
+    known = load_tokenizer(folder).get_vocab()
+    if any(known.get(token) != number for token, number in policy.tokenizer.get_vocab().items()):
+        raise ModelError(
+            "the critic and the policy have different tokenizers, so the critic cannot read the policy's tokens",
+            where=f"critic.path = {path}",
+            mend="take a model of the policy's family, or leave the key out",
+        )
+
+
+class SharedCritic:
+    """A scalar head on the policy's backbone, which the policy's trainer holds, updates and saves."""
+
+    def __init__(self, prepared: Prepared, policy: SingleDeviceTrainer) -> None:
+        self.settings = prepared.config.critic
+        self.algorithm: Any = prepared.algorithm
+        self.trainer = policy
+        training = prepared.config.training
+        several = training.mini_batches * training.epochs > 1
+        self._fills_old = several or getattr(prepared.algorithm, "needs_old_logprobs", False)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """As of `Critic`; the same pass fills `old_logprobs` where the step needs them."""
+        logprobs, values = self.trainer.logprobs_and_values(batch)
+        if self._fills_old:
+            batch.old_logprobs = logprobs
+        return values
+
+    def update_both(self, batch: TokenBatch, policy: SingleDeviceTrainer, *, alone: bool) -> dict[str, float]:
+        """As of `Critic`, in one update."""
+        assert batch.values is not None
+        assert batch.returns is not None
+        coef = self.settings.value_coef
+        stats = policy.update(batch, WithValues(self.algorithm, coef, head_alone=alone))
+        if "loss/value" in stats:
+            stats["critic/loss"] = stats.pop("loss/value") / coef
+        if "learning_rate" in stats:
+            share = self.settings.optimizer.learning_rate / policy.optimizer.settings.learning_rate
+            stats["critic/learning_rate"] = share * stats["learning_rate"]
+        if alone:
+            # All of these are the head's.
+            stats.pop("loss", None)
+            stats.pop("learning_rate", None)
+            if "grad_norm" in stats:
+                stats["critic/grad_norm"] = stats.pop("grad_norm")
+        stats["critic/explained_variance"] = explained_variance(batch.values, batch.returns, batch.loss_mask)
+        return stats
+
+    def save(self, directory: Path) -> dict[str, Any]:
+        """Nothing: the head is among the policy's state."""
+        return {}
+
+    def load(self, directory: Path, state: dict[str, Any]) -> None:
+        """Nothing, likewise."""
+
+
+def make_critic(prepared: Prepared, roles: Roles, policy: SingleDeviceTrainer) -> Critic | SharedCritic | None:
     """The critic of a recipe, as it is before its first update; None where the algorithm needs none.
 
-    It begins with the backbone of `critic.path`, with its head too if that is a reward model; else with the policy's as
-    it is now, after a warm-up.
+    One with a backbone of its own begins with that of `critic.path`, with its head too if that is a reward model; else
+    with the policy's as it is now, after a warm-up.
     """
     if not getattr(prepared.algorithm, "needs_critic", False):
         return None
     config, hardware = prepared.config, prepared.hardware
+    if config.critic.shared:
+        return SharedCritic(prepared, policy)
     path = config.critic.path
     if path is None and config.model.lora is None:
         return Critic(with_scalar_head(copy.deepcopy(roles.model)), prepared, roles)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
 from strop.config import Config
@@ -29,6 +29,7 @@ class Scores:
     """Means over evaluated episodes; those that could not be verified are counted in `errors` and left out.
 
     accuracy: share that the first verifier calls correct. reward: weighted total. length: tokens of a completion.
+    components: the score of each verifier by name, where there are several.
     """
 
     accuracy: float
@@ -36,9 +37,11 @@ class Scores:
     length: float
     episodes: int
     errors: int
+    components: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        return {"accuracy": self.accuracy, "reward": self.reward, "completion_length": self.length}
+        found = {"accuracy": self.accuracy, "reward": self.reward, "completion_length": self.length}
+        return found | {f"reward/{name}": score for name, score in self.components.items()}
 
 
 async def evaluate(
@@ -88,12 +91,16 @@ def summarise(episodes: list[Episode]) -> Scores:
     def mean(values: list[float]) -> float:
         return sum(values) / len(values) if values else math.nan
 
+    # One verifier alone is the reward itself.
+    names = list(dict.fromkeys(name for e in scored for name in e.components))
+    names = names if len(names) > 1 else []
     return Scores(
         accuracy=mean([float(bool(e.correct)) for e in judged]),
         reward=mean([e.reward for e in scored]),
         length=mean([float(e.sampled_tokens()) for e in scored]),
         episodes=len(scored),
         errors=len(episodes) - len(scored),
+        components={name: mean([e.components[name] for e in scored if name in e.components]) for name in names},
     )
 
 
@@ -107,7 +114,7 @@ def evaluation_settings(config: Config) -> SampleSettings:
 
 
 def evaluate_model(config: Config, *, model: str | None = None, prompts: int | None = None) -> Scores:
-    """Score a model on a recipe's held-out prompts, with the recipe's rewards and evaluation settings.
+    """Score a model on a recipe's held-out prompts, with the recipe's evaluation settings and the verifiers of those.
 
     Args:
         config: the recipe. model: a model to score instead of the recipe's: a folder, a run, or a name.
@@ -116,7 +123,7 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
     Raises:
         UserError: the recipe has no held-out prompts, or something in it cannot work.
     """
-    from strop.loops.prepare import prepare
+    from strop.loops.prepare import held_out_rewards, prepare
 
     if config.data.eval is None:
         raise UserError("the recipe has no held-out prompts", where="data.eval", mend="add a dataset there")
@@ -124,6 +131,10 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         # The run's own model: its adapters are merged, and its warm-up is behind it.
         settings = ModelSettings(path=model, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
         config = config.model_copy(update={"model": settings, "warmup": None})
+    if config.rewards is not None:
+        # A reward model that only training asks need not be there.
+        evaluation = config.evaluation.model_copy(update={"verifiers": None, "correct_at": 1.0})
+        config = config.model_copy(update={"rewards": held_out_rewards(config), "evaluation": evaluation})
     prepared = prepare(config)
     from strop.loops import assembly
 

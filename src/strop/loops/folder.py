@@ -12,15 +12,19 @@ from strop.config import Config
 from strop.config.loading import config_hash, differences, load_config, resolved_yaml
 from strop.errors import UserError
 from strop.loops.assembly import Roles
+from strop.loops.lineage import Inputs, inputs_of, other_models, same_models
 from strop.loops.prepare import Prepared
 from strop.tracking.display import Display
+from strop.tracking.episodes import drop_episodes_after
 from strop.tracking.metrics import MetricsWriter, read_metrics
-from strop.tracking.run_directory import RunDirectory
+from strop.tracking.run_directory import RunDirectory, read_manifest
 from strop.tracking.trackers import open_trackers
 from strop.training.checkpoint import latest_checkpoint, read_state
 
 # What may change when a run goes on: it does not change what the steps compute.
 MAY_CHANGE = ("run.steps", "run.folder", "run.name", "checkpoint.", "tracking.", "evaluation.", "hardware.threads")
+# Among these, what decides what the scores mean that are compared with each other.
+MUST_STAY = ("evaluation.verifiers", "evaluation.correct_at")
 
 
 @dataclass
@@ -53,6 +57,7 @@ def open_folder(prepared: Prepared, roles: Roles, display: Display, *, fresh: bo
     """
     config = prepared.config
     name = run_name(config, recipe)
+    inputs = inputs_of(config)
     newest = None if fresh else RunDirectory.latest(config.run.folder, name)
     if newest is None:
         directory = RunDirectory.create(
@@ -64,12 +69,16 @@ def open_folder(prepared: Prepared, roles: Roles, display: Display, *, fresh: bo
             seeds={"run": config.run.seed},
             data={"train": prepared.train.source.describe(), "fingerprint": prepared.train.source.fingerprint},
             model={"name": roles.loaded.name, "fingerprint": roles.loaded.fingerprint},
+            parent=inputs.get("model.path", {}).get("run"),
+            inputs=inputs,
         )
         return _opened(directory, config, display, None)
-    check_same(load_config(newest / "config.yaml"), config, newest)
+    check_same(newest, config, inputs)
     directory = RunDirectory.open(newest)
     try:
-        directory.write_config(resolved_yaml(config), config_hash=config_hash(config), steps=config.run.steps)
+        directory.write_config(
+            resolved_yaml(config), config_hash=config_hash(config), steps=config.run.steps, inputs=inputs
+        )
         return _opened(directory, config, display, latest_checkpoint(directory.checkpoints_folder))
     except BaseException as error:
         close_after(directory, error)
@@ -81,15 +90,27 @@ def run_name(config: Config, recipe: str | None) -> str:
     return config.run.name or (Path(recipe).stem if recipe else "run")
 
 
-def check_same(saved: Config, config: Config, run: Path) -> None:
-    """Raise UserError if going on with `config` would compute something else than the run did so far."""
-    changed = [
-        (key, old, new)
-        for key, old, new in differences(saved, config)
-        if not any(key == may or (may.endswith(".") and key.startswith(may)) for may in MAY_CHANGE)
-    ]
-    if saved.run.steps != config.run.steps and config.training.optimizer.schedule != "constant":
-        changed.append(("run.steps (the learning rate follows it)", saved.run.steps, config.run.steps))
+def check_same(run: Path, config: Config, inputs: Inputs) -> None:
+    """Raise UserError if going on with `config` would compute something else than the run did so far.
+
+    Args:
+        inputs: the models that it names, as they are now. The same model at another place is no change.
+    """
+    saved, then = load_config(run / "config.yaml"), read_manifest(run).inputs
+    same = same_models(then, inputs)
+    changed = [(key, old, new) for key, old, new in differences(saved, config) if key not in same and not _may(key)]
+    if others := [key for key in other_models(then, inputs) if key not in {key for key, _, _ in changed}]:
+        models = "; ".join(f"{key}: {inputs[key]['path']}" for key in others)
+        raise UserError(
+            f"a model that this run began with or asks is another one now ({models})",
+            where=str(run),
+            mend="name the checkpoint that it was, if it is still there, or start a new run with --fresh",
+        )
+    if saved.run.steps != config.run.steps:
+        if config.training.optimizer.schedule != "constant":
+            changed.append(("run.steps (the learning rate follows it)", saved.run.steps, config.run.steps))
+        if config.model.lora is not None and config.model.lora.adaptive is not None:
+            changed.append(("run.steps (the ranks of adapters follow it)", saved.run.steps, config.run.steps))
     if changed:
         listed = "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
@@ -98,6 +119,13 @@ def check_same(saved: Config, config: Config, run: Path) -> None:
             where=str(run),
             mend="undo the change to go on with the run, or start a new one with --fresh",
         )
+
+
+def _may(key: str) -> bool:
+    """Whether a key may change when a run goes on."""
+    if key.startswith(MUST_STAY):
+        return False
+    return any(key == may or (may.endswith(".") and key.startswith(may)) for may in MAY_CHANGE)
 
 
 def _opened(directory: RunDirectory, config: Config, display: Display, checkpoint: Path | None) -> OpenedFolder:
@@ -110,8 +138,6 @@ def _opened(directory: RunDirectory, config: Config, display: Display, checkpoin
         metrics.truncate_after(-1)
     else:
         metrics.truncate_after(step)
-        for path in directory.episodes_folder.glob("step-*.parquet"):
-            if int(path.stem.removeprefix("step-")) > step:
-                path.unlink()
+        drop_episodes_after(directory.episodes_folder, step)
     history = [record.metrics for record in read_metrics(directory.metrics_path, kind="train")]
     return OpenedFolder(directory, metrics, checkpoint, state, history)

@@ -12,9 +12,12 @@ from typing import Any
 
 from strop.config import Config
 from strop.config.data import DataSource
+from strop.config.offline import RolloutColumns
+from strop.config.rollout import RolloutSettings
 from strop.config.run import EvaluationSettings
-from strop.config.training import OptimizerSettings
+from strop.config.training import CriticSettings, OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
+from strop.loops.selection import metric_problems
 
 
 def check_idle(config: Config) -> None:
@@ -30,22 +33,21 @@ def check_idle(config: Config) -> None:
 def _idle(config: Config) -> Iterator[UserError]:
     if config.supervised is not None:
         yield from _idle_beside_examples(config)
-    if config.data.eval is None:
-        default = EvaluationSettings()
-        for name in EvaluationSettings.model_fields:
-            if getattr(config.evaluation, name) != getattr(default, name):
-                yield _problem(f"evaluation.{name}", "without held-out prompts", "add data.eval")
-    elif config.evaluation.samples > 1 and config.evaluation.temperature == 0:
-        yield _problem(
-            "evaluation.samples", "at temperature 0, where every sample is the same", "set evaluation.temperature too"
-        )
-    # Adapters are matrices, all of which Muon updates itself; a scalar head and DoRA's magnitudes are left to AdamW.
+    if config.offline is not None:
+        yield from _idle_beside_rollouts(config)
+    yield from _idle_evaluation(config)
+    yield from metric_problems(config)
+    # Adapters are matrices, all of which Muon updates itself; a scalar head, DoRA's magnitudes and AdaLoRA's singular
+    # values are left to AdamW.
     lora = config.model.lora
-    scalar = config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
-    matrices_only = lora is not None and not lora.dora and not scalar
+    scalar = config.critic.shared or (
+        config.supervised is not None and config.supervised.method in ("reward_model", "process_reward")
+    )
+    matrices_only = lora is not None and not lora.dora and lora.adaptive is None and not scalar
     for key, optimizer in optimizers_of(config).items():
         # A critic is trained whole.
         yield from _idle_optimizer(key, optimizer, matrices_only and key != "critic.optimizer")
+    yield from _idle_critic(config.critic)
     if config.model.create is not None and config.model.trust_remote_code:
         yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
@@ -56,11 +58,25 @@ def _idle(config: Config) -> Iterator[UserError]:
             yield from _idle_source(key, source)
 
 
+def _idle_evaluation(config: Config) -> Iterator[UserError]:
+    settings, default = config.evaluation, EvaluationSettings()
+    if config.data.eval is None:
+        for name in EvaluationSettings.model_fields:
+            if getattr(settings, name) != getattr(default, name):
+                yield _problem(f"evaluation.{name}", "without held-out prompts", "add data.eval")
+    elif config.supervised is None:
+        if settings.samples > 1 and settings.temperature == 0:
+            why = "at temperature 0, where every sample is the same"
+            yield _problem("evaluation.samples", why, "set evaluation.temperature too")
+        if settings.correct_at != default.correct_at and settings.verifiers is None:
+            yield _problem("evaluation.correct_at", "without evaluation.verifiers", "set rewards.correct_at")
+
+
 # Sections and keys of reinforcement learning, with their defaults.
 _OF_SAMPLING = {
     "": ("environment", "algorithm", "rollout", "warmup", "critic"),
     "training": ("mini_batches", "epochs"),
-    "evaluation": ("samples", "temperature", "max_new_tokens"),
+    "evaluation": ("samples", "temperature", "max_new_tokens", "verifiers", "correct_at"),
     "tracking": ("episodes_every",),
     "data": ("max_prompt_tokens",),
 }
@@ -77,12 +93,43 @@ def _idle_beside_examples(config: Config) -> Iterator[UserError]:
                 yield _problem(key, "with `supervised`: nothing is sampled", mend)
 
 
+def _idle_beside_rollouts(config: Config) -> Iterator[UserError]:
+    """Settings of sampling, where only held-out prompts are sampled, if any."""
+    assert config.offline is not None
+    names = {"group_size": "with `offline`: a group is as large as it is in the data"}
+    if config.data.eval is None:
+        without = "with `offline` and no held-out prompts: nothing is sampled"
+        names |= {"stop": without, "engine": without}
+    default = RolloutSettings()
+    for name, why in names.items():
+        if getattr(config.rollout, name) != getattr(default, name):
+            usual = f" (set it to {default.group_size}, where another recipe sets it)" if name == "group_size" else ""
+            yield UserError(f"`rollout.{name}` has no effect {why}", where=f"rollout.{name}", mend="remove it" + usual)
+    verified = config.offline.rewards == "verify"
+    if config.rewards is not None and not verified and config.data.eval is None:
+        yield _problem(
+            "rewards", "with recorded rewards and no held-out prompts", "set offline.rewards: verify, or add data.eval"
+        )
+    if config.rewards is None and config.data.eval is not None:
+        yield UserError(
+            "held-out prompts are sampled and scored, and there is no `rewards` to score them",
+            where="data.eval",
+            mend="add `rewards`, or remove data.eval",
+        )
+    columns, usual_columns = config.offline.columns, RolloutColumns()
+    if columns.reward != usual_columns.reward and verified:
+        yield _problem("offline.columns.reward", "with offline.rewards: verify")
+    if columns.logprobs != usual_columns.logprobs and config.offline.logprobs != "recorded":
+        yield _problem("offline.columns.logprobs", f"with offline.logprobs: {config.offline.logprobs}")
+
+
 def optimizers_of(config: Config) -> dict[str, OptimizerSettings]:
     """Each optimizer's settings by their key."""
     found = {"training.optimizer": config.training.optimizer}
     if config.warmup is not None:
         found["warmup.optimizer"] = config.warmup.optimizer
-    found["critic.optimizer"] = config.critic.optimizer
+    if not config.critic.shared:
+        found["critic.optimizer"] = config.critic.optimizer
     return found
 
 
@@ -110,6 +157,20 @@ def _idle_optimizer(key: str, settings: OptimizerSettings, matrices_only: bool) 
                 yield _problem(f"{key}.{name}", why, f"set {key}.name to adamw")
     if settings.schedule == "constant" and settings.final_share:
         yield _problem(f"{key}.final_share", "with a constant learning rate", f"set {key}.schedule to linear or cosine")
+
+
+def _idle_critic(critic: CriticSettings) -> Iterator[UserError]:
+    default = CriticSettings()
+    if not critic.shared:
+        if critic.value_coef != default.value_coef:
+            yield _problem("critic.value_coef", "beside a critic with a backbone of its own", "set critic.shared: true")
+        return
+    if critic.path is not None:
+        yield _problem("critic.path", "with critic.shared, whose backbone is the policy's", "set critic.shared: false")
+    for name in OptimizerSettings.model_fields:
+        if name != "learning_rate" and getattr(critic.optimizer, name) != getattr(default.optimizer, name):
+            where = f"critic.optimizer.{name}"
+            yield _problem(where, "with critic.shared, which has one optimizer", f"set training.optimizer.{name}")
 
 
 def _idle_source(key: str, settings: DataSource) -> Iterator[UserError]:

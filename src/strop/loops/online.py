@@ -17,20 +17,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """How a run ended. before, after: held-out scores by name; empty without `data.eval`."""
+    """How a run ended.
+
+    model: folder of the model after the last step. before, after: held-out scores by name; empty without `data.eval`.
+    best: folder of the best model by `checkpoint.best`. stopped: why the run ended before its last step.
+    """
 
     folder: Path
     model: Path
     steps: int
     before: dict[str, float]
     after: dict[str, float]
+    best: Path | None = None
+    stopped: str = ""
 
 
 async def train_online(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
     """See `strop.train`."""
     async with open_run(config, fresh=fresh, recipe=recipe) as run:
         await run.begin()
-        while run.step < config.run.steps:
+        while not run.done:
             groups = await run.collect()
             batch = run.build_batch(groups)
             stats = run.update(batch)
@@ -38,7 +44,8 @@ async def train_online(config: Config, *, fresh: bool, recipe: str | None) -> Tr
             await run.publish()
             run.record(groups, batch, stats)
             await run.evaluate_and_save_if_due()
-        return TrainingSummary(run.folder, await run.finish(), run.step, run.before, run.after)
+        model = await run.finish()
+        return TrainingSummary(run.folder, model, run.step, run.before, run.after, run.best, run.stopped)
 
 
 @asynccontextmanager

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
+from strop.config.rewards import RewardSettings
 from strop.errors import ConfigError, DataError, UserError
-from strop.loops.algorithm import make_algorithm
+from strop.loops.algorithm import demands_of, make_algorithm
 from strop.loops.idle import check_idle, check_optimizers
+from strop.loops.offline import check_offline, described, open_rollouts
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
     from strop.data.prompts import PromptDataset
     from strop.data.rendering import Renderer
+    from strop.data.rollouts import CheckedGroups, RolloutDataset
     from strop.data.sources import Source
     from strop.models.load import ModelFacts
     from strop.planning.hardware import Hardware
@@ -23,18 +26,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """A recipe whose parts have all been found and fit together. longest: tokens of the longest sequence expected."""
+    """A recipe whose parts have all been found and fit together. longest: tokens of the longest sequence expected.
+
+    train: prompts, or with `offline` groups of completions, of which `about` says what there is to say. scorer: of
+    training, None where nothing is scored; held_out_scorer: of the evaluations, the same unless the recipe has
+    verifiers for these.
+    """
 
     config: Config
     hardware: Hardware
     facts: ModelFacts
-    train: PromptDataset
-    demonstrations: PromptDataset
+    train: PromptDataset | RolloutDataset
+    demonstrations: PromptDataset | None
     held_out: PromptDataset | None
-    scorer: Scorer
+    scorer: Scorer | None
+    held_out_scorer: Scorer | None
     algorithm: Algorithm
     longest: int
+    about: str = ""
     world: World | None = None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the weights that the run starts from are asked for log-probabilities."""
+        offline = self.config.offline
+        return self.algorithm.needs_reference or (offline is not None and offline.logprobs == "compute")
 
 
 def prepare(config: Config) -> Prepared:
@@ -43,7 +59,7 @@ def prepare(config: Config) -> Prepared:
     Raises:
         UserError: something is missing or does not fit; the error says what, where and how to mend it.
     """
-    if config.rewards is None:
+    if config.supervised is not None:
         raise UserError(
             "this recipe learns from examples, and nothing in it says what a sampled completion is worth",
             where="rewards",
@@ -59,7 +75,9 @@ def prepare(config: Config) -> Prepared:
     from strop.tracking.trackers import check_trackers
 
     check_trackers(config.tracking)
-    scorer = build_scorer(config.rewards)
+    scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards)
+    if config.evaluation.verifiers is not None and config.rewards is not None:
+        held_out_scorer = build_scorer(held_out_rewards(config), key="evaluation.verifiers")
     given = {
         "data.train": config.data.train,
         "warmup.data": config.warmup.data if config.warmup is not None else None,
@@ -70,16 +88,13 @@ def prepare(config: Config) -> Prepared:
     from strop.models.load import inspect_model
 
     facts = inspect_model(config.model)
-    room = _longest_prompt(config, facts.context)
+    room = longest_prompt(config, facts.context)
     world = _world(config, facts)
     renderer = None if world is None else world.renderer
-    train, expected = _dataset(config, sources["data.train"], facts.tokenizer, room, "data.train", renderer)
-    shown = train
-    if "warmup.data" in sources:
-        shown, _ = _dataset(config, sources["warmup.data"], facts.tokenizer, room, "warmup.data")
+    train, shown, expected, seen = _training_data(config, sources, facts, room, renderer)
     held_out = None
     if "data.eval" in sources:
-        held_out, _ = _dataset(
+        held_out, _ = prompt_dataset(
             config,
             sources["data.eval"],
             facts.tokenizer,
@@ -91,28 +106,64 @@ def prepare(config: Config) -> Prepared:
     from strop.planning.hardware import choose_hardware
 
     algorithm = make_algorithm(config)
+    if seen is not None:
+        check_offline(config, algorithm, demands_of(algorithm), seen)
     hardware = choose_hardware(config)
     check_optimizers(config, hardware.device.type)
+    longest = _longest_sequence(config, facts.context, expected)
+    _check_others(config, facts, shown, longest)
+    about = "" if seen is None else described(config, train, seen)
+    return Prepared(
+        config, hardware, facts, train, shown, held_out, scorer, held_out_scorer, algorithm, longest, about, world
+    )
+
+
+def _check_others(config: Config, facts: ModelFacts, shown: PromptDataset | None, longest: int) -> None:
+    """See that the warm-up has answers to show, and that teachers and critic fit the policy."""
     if config.warmup is not None:
         from strop.loops.warmup import check_answers
 
+        assert shown is not None
         check_answers(shown, facts.tokenizer)
-    if config.algorithm.teacher is not None:
-        from strop.loops.teacher import check_teacher
+    if config.algorithm.teacher is not None or config.algorithm.teachers:
+        from strop.loops.teacher import check_teachers
 
-        check_teacher(config, facts, expected + config.rollout.max_new_tokens)
-    return Prepared(
-        config=config,
-        hardware=hardware,
-        facts=facts,
-        train=train,
-        demonstrations=shown,
-        held_out=held_out,
-        scorer=scorer,
-        algorithm=algorithm,
-        longest=_longest_sequence(config, facts.context, expected),
-        world=world,
-    )
+        check_teachers(config, facts, longest)
+    if config.critic.path is not None:
+        from strop.loops.critic import check_critic
+
+        check_critic(config.critic.path, facts)
+
+
+def held_out_rewards(config: Config) -> RewardSettings:
+    """What held-out completions are worth: the verifiers of the evaluation where it has its own, else those of training
+    (which are there). Time-outs, retries and the like are the same for both."""
+    assert config.rewards is not None
+    if config.evaluation.verifiers is None:
+        return config.rewards
+    own = {"verifiers": config.evaluation.verifiers, "correct_at": config.evaluation.correct_at}
+    return config.rewards.model_copy(update=own)
+
+
+def _training_data(
+    config: Config, sources: dict[str, Source], facts: ModelFacts, room: int, renderer: Renderer | None
+) -> tuple[PromptDataset | RolloutDataset, PromptDataset | None, int, CheckedGroups | None]:
+    """What is trained on, the demonstrations of the warm-up, the tokens of the longest prompt that is expected, and
+    what was seen of recorded completions, if it is these."""
+    train: PromptDataset | RolloutDataset
+    seen: CheckedGroups | None = None
+    shown: PromptDataset | None = None
+    if config.offline is None:
+        train, expected = prompt_dataset(config, sources["data.train"], facts.tokenizer, room, "data.train", renderer)
+        shown = train
+    else:
+        train, seen = _rollouts(config, sources["data.train"], facts, room)
+        expected = seen.longest if seen.groups == seen.of else min(2 * seen.longest, room)
+        if config.warmup is not None and config.warmup.data is None:
+            shown, _ = prompt_dataset(config, sources["data.train"], facts.tokenizer, room, "data.train")
+    if "warmup.data" in sources:
+        shown, _ = prompt_dataset(config, sources["warmup.data"], facts.tokenizer, room, "warmup.data")
+    return train, shown, expected, seen
 
 
 def _world(config: Config, facts: ModelFacts) -> World | None:
@@ -137,19 +188,21 @@ def _longest_sequence(config: Config, context: int, prompt: int) -> int:
 
 
 def _check_reference(config: Config) -> None:
-    if config.algorithm.kl_coef and config.warmup is not None and config.model.lora is not None:
+    computed = config.offline is not None and config.offline.logprobs == "compute"
+    if (config.algorithm.kl_coef or computed) and config.warmup is not None and config.model.lora is not None:
+        asks = "offline.logprobs: compute" if computed else "the KL penalty"
         raise ConfigError(
             [
                 UserError(
                     "with adapters the reference is the model without them, which the warm-up has not trained",
-                    where="algorithm.kl_coef, warmup and model.lora",
-                    mend="leave out the warm-up or the KL penalty, or train all weights (model.lora: null)",
+                    where=f"{'offline.logprobs' if computed else 'algorithm.kl_coef'}, warmup and model.lora",
+                    mend=f"leave out the warm-up or {asks}, or train all weights (model.lora: null)",
                 )
             ]
         )
 
 
-def _longest_prompt(config: Config, context: int) -> int:
+def longest_prompt(config: Config, context: int) -> int:
     """Most prompt tokens that leave room for a completion."""
     room = context - config.rollout.max_new_tokens
     if room < 1:
@@ -185,7 +238,7 @@ def _longest_held_out(config: Config, context: int, room: int) -> int:
     return min(room, context - new_tokens)
 
 
-def _dataset(
+def prompt_dataset(
     config: Config, source: Source, tokenizer: Any, longest: int, key: str, renderer: Renderer | None = None
 ) -> tuple[PromptDataset, int]:
     """The prompts of a source, checked, and the tokens of the longest one that is expected."""
@@ -201,3 +254,16 @@ def _dataset(
         )
     # Of a long source only the beginning was looked at; allow the rest to be twice as long.
     return dataset, checked.longest if checked.rows == checked.of else min(2 * checked.longest, longest)
+
+
+def _rollouts(config: Config, source: Source, facts: ModelFacts, longest: int) -> tuple[RolloutDataset, CheckedGroups]:
+    """The groups of a source of completions, checked."""
+    dataset = open_rollouts(config, source, facts, longest)
+    seen = dataset.check()
+    if config.model.create is not None and seen.unknown:
+        raise DataError(
+            f"{seen.unknown} of {seen.groups} groups hold characters that the new model's alphabet lacks",
+            where=f"data.train: {seen.unknown_at}",
+            mend="add them to model.create.characters",
+        )
+    return dataset, seen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,16 +10,19 @@ from strop.config import Config
 from strop.config.supervised import ExampleColumns, SupervisedSettings
 from strop.errors import ConfigError, DataError, UserError
 from strop.loops.idle import check_idle, check_optimizers
+from strop.loops.supervised_choices import unfit_choices
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Objective
-    from strop.data.examples import ExampleDataset
+    from strop.data.examples import CheckedRows, ExampleDataset
+    from strop.data.targets import TargetsFile
     from strop.models.load import ModelFacts
     from strop.planning.hardware import Hardware
 
 # What each method reads of `supervised.columns`; all others read the columns of pairs.
 _COLUMNS = {
     "sft": {"messages"},
+    "distillation": {"messages"},
     "kto": {"completion", "label"},
     "process_reward": {"steps", "labels"},
     "reward_model": {"chosen", "rejected", "margin", "ranked"},
@@ -34,12 +37,18 @@ _CHOICES = (
     "desirable_weight",
     "undesirable_weight",
     "centre",
+    "divergence",
+    "jsd_beta",
+    "top_k",
+    "temperature",
+    "cross_entropy_weight",
 )
 
 
 @dataclass
 class PreparedExamples:
-    """A supervised recipe whose parts have all been found and fit together. longest: tokens of the longest example."""
+    """A supervised recipe whose parts have all been found and fit together. longest: tokens of the longest example.
+    stored: what teachers said of the data, where a file of theirs is named."""
 
     config: Config
     hardware: Hardware
@@ -48,6 +57,7 @@ class PreparedExamples:
     held_out: ExampleDataset | None
     objective: Any
     longest: int
+    stored: TargetsFile | None = None
 
     @property
     def scalar(self) -> bool:
@@ -56,8 +66,11 @@ class PreparedExamples:
         return self.config.supervised.method in ("reward_model", "process_reward")
 
 
-def prepare_examples(config: Config) -> PreparedExamples:
+def prepare_examples(config: Config, *, teaching: bool = False) -> PreparedExamples:
     """Check a recipe against this machine, the model's folder and the data. Writes nothing.
+
+    Args:
+        teaching: the teachers are to be asked, and the file of what they say need not be there yet.
 
     Raises:
         UserError: something is missing or does not fit; the error says what, where and how to mend it.
@@ -65,7 +78,7 @@ def prepare_examples(config: Config) -> PreparedExamples:
     check_idle(config)
     settings = config.supervised
     assert settings is not None
-    if problems := [*_idle_columns(settings), *_idle_choices(settings)]:
+    if problems := [*_idle_columns(settings), *_idle_choices(settings), *unfit_choices(config)]:
         raise ConfigError(problems)
 
     from strop.data.sources import open_source
@@ -80,25 +93,13 @@ def prepare_examples(config: Config) -> PreparedExamples:
     from strop.models.load import inspect_model
 
     facts = inspect_model(config.model)
-    longest = facts.context if settings.max_tokens == "auto" else settings.max_tokens
-    if longest > facts.context:
-        raise UserError(
-            f"examples of {longest} tokens do not fit the model's context of {facts.context} tokens",
-            where="supervised.max_tokens",
-            mend=f"set it to {facts.context} or less, or leave it on auto",
-        )
+    longest = _longest(settings, facts)
     datasets = {
         key: ExampleDataset(source, config.data, settings, facts.tokenizer, facts.eos_ids, longest)
         for key, source in sources.items()
     }
     checked = {key: dataset.check() for key, dataset in datasets.items()}
-    for key, found in checked.items():
-        if config.model.create is not None and found.unknown_at:
-            raise DataError(
-                "an example holds characters that the new model's alphabet lacks",
-                where=f"{key}: {found.unknown_at}",
-                mend="add them to model.create.characters",
-            )
+    _check_alphabet(config, checked)
 
     from strop.planning.hardware import choose_hardware
 
@@ -107,6 +108,16 @@ def prepare_examples(config: Config) -> PreparedExamples:
     seen = checked["data.train"]
     # Of a long source only the beginning was looked at; allow the rest to be twice as long.
     expected = seen.longest if seen.rows == seen.of else min(2 * seen.longest, longest)
+    stored = None
+    if settings.method == "distillation":
+        if settings.targets is not None and not teaching:
+            from strop.loops.targets import check_stored
+
+            stored, settings = check_stored(config, facts, list(datasets.values()))
+        else:
+            from strop.loops.teacher import check_teachers
+
+            check_teachers(config, facts, max(expected, *(found.longest for found in checked.values())))
     return PreparedExamples(
         config,
         hardware,
@@ -115,7 +126,31 @@ def prepare_examples(config: Config) -> PreparedExamples:
         datasets.get("data.eval"),
         make_objective(settings),
         expected,
+        stored,
     )
+
+
+def _longest(settings: SupervisedSettings, facts: ModelFacts) -> int:
+    """Tokens that an example may have."""
+    longest = facts.context if settings.max_tokens == "auto" else settings.max_tokens
+    if longest > facts.context:
+        raise UserError(
+            f"examples of {longest} tokens do not fit the model's context of {facts.context} tokens",
+            where="supervised.max_tokens",
+            mend=f"set it to {facts.context} or less, or leave it on auto",
+        )
+    return longest
+
+
+def _check_alphabet(config: Config, checked: Mapping[str, CheckedRows]) -> None:
+    """Raise DataError where a model that is made on the spot lacks a character of the data."""
+    for key, found in checked.items():
+        if config.model.create is not None and found.unknown_at:
+            raise DataError(
+                "an example holds characters that the new model's alphabet lacks",
+                where=f"{key}: {found.unknown_at}",
+                mend="add them to model.create.characters",
+            )
 
 
 def make_objective(settings: SupervisedSettings) -> Objective:
@@ -130,6 +165,9 @@ def listed_objective(settings: SupervisedSettings) -> str:
     """The method of a `supervised:` section and every choice it makes, in one line."""
     objective = make_objective(settings)
     choices = sorted(_fields(type(objective)) & set(_CHOICES))
+    if settings.targets is not None:
+        # These are the file's unless they are set.
+        choices = [name for name in choices if name not in ("top_k", "temperature") or name in _choices(settings)]
     return ", ".join([f"method: {settings.method}", *(f"{name}: {getattr(objective, name)}" for name in choices)])
 
 

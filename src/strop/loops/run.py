@@ -13,18 +13,19 @@ from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
 from strop.loops.algorithm import demands_of
 from strop.loops.base_run import GIB, BaseRun
-from strop.loops.critic import Critic, make_critic
+from strop.loops.critic import Critic, SharedCritic, make_critic
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder
+from strop.loops.offline import take_recorded
 from strop.loops.prepare import Prepared
-from strop.loops.step_record import PromptTexts, episode_records, rollout_metrics, sample_of
-from strop.loops.teacher import Teacher, load_teacher
+from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
+from strop.loops.teacher import Teachers, load_teacher
 from strop.loops.warmup import warmup_steps
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.tracking.display import Display, StepView
-from strop.tracking.episodes import write_episodes
+from strop.tracking.episodes import EpisodeRecord, beside, episodes_file, write_episodes
 from strop.tracking.system import memory_bytes
 
 
@@ -40,25 +41,26 @@ class Run(BaseRun):
         roles: assembly.Roles,
         opened: OpenedFolder,
         display: Display,
-        teacher: Teacher | None = None,
+        teacher: Teachers | None = None,
     ) -> None:
         super().__init__(prepared, roles, opened, display)
         self.engine = assembly.make_engine(prepared, roles)
         self.publisher = assembly.make_publisher(roles, self.engine)
         self.algorithm = prepared.algorithm
         self.teacher = teacher
-        self.critic: Critic | None = None
+        self.critic: Critic | SharedCritic | None = None
         self._demands = demands_of(prepared.algorithm)
         verifiers = self.config.rewards.verifiers if self.config.rewards is not None else []
         self._environment_weight = sum(v.weight for v in verifiers if v.kind == "environment")
         self.stream: PromptStream = assembly.make_stream(prepared)
         self.player = assembly.make_player(prepared, roles, self.engine)
         self.collector = assembly.make_collector(
-            prepared, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
+            prepared, roles, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
         self._texts = PromptTexts(prepared.train)
         self._trained: list[tuple[Episode, TokenStream]] = []
         self._left_out: list[Episode] = []
+        self._recorded = False
         self._batch_metrics: dict[str, float] = {}
 
     # The verbs of the loop, in the order in which it calls them.
@@ -72,7 +74,7 @@ class Run(BaseRun):
             return
         if self.config.warmup is not None:
             self._warm_up()
-            if self.algorithm.needs_reference:
+            if self.prepared.needs_reference:
                 assembly.save_reference(self.folder, self.roles)
         self._make_trainer()
         await self.publish()
@@ -80,8 +82,8 @@ class Run(BaseRun):
         self.save()
 
     async def collect(self) -> list[Group]:
-        """The next window: sampled, scored, in order of admission."""
-        self.display.phase("sampling")
+        """The next window: sampled or read, scored, in order of admission."""
+        self.display.phase(self.collector.phase)
         started = time.perf_counter()
         groups = await self.collector.next_window(self.step)
         ended = time.perf_counter()
@@ -103,13 +105,18 @@ class Run(BaseRun):
         collector = self.collector
         episodes = [e for group in [*groups, *collector.discarded] for e in group.episodes]
         judged = [*episodes, *collector.baselines.values()]
-        check_errors([reward_of(e) for e in judged], first_step=self.step == 0, settings=self.config.rewards)
+        if self._judges:
+            check_errors([reward_of(e) for e in judged], first_step=self.step == 0, settings=self.config.rewards)
         chosen = step_batch.choose(groups, self._demands, collector.baselines)
         batch, self._trained = step_batch.lay_out(
             chosen, self._demands, collector.baselines, environment_weight=self._environment_weight
         )
         self._left_out = chosen.left_out
-        self._check_staleness(batch)
+        if self.config.offline is None:
+            self._check_staleness(batch)
+        else:
+            own = self._are_own(groups)
+            self._recorded = take_recorded(batch, self.config, self._demands, self.trainer, own=own)
         self._batch_metrics = step_batch.group_metrics(
             groups, collector.discarded, collector.refills, [] if chosen.silent else self._trained
         )
@@ -123,15 +130,13 @@ class Run(BaseRun):
         """All updates of this step; returns metrics."""
         self.display.phase("training")
         started = time.perf_counter()
-        stats: dict[str, float] = {}
-        if self.critic is None or self.step >= self.config.critic.warmup_steps:
+        if self.critic is None:
             stats = self.trainer.update(batch, self.algorithm)
         else:
-            batch.extra["logprobs"] = self.trainer.logprobs(batch)
-        if self.critic is not None:
-            stats |= self.critic.update(batch)
+            alone = self.step < self.config.critic.warmup_steps
+            stats = self.critic.update_both(batch, self.trainer, alone=alone)
         # Where a correction has measured the mismatch, it did so before it took tokens out.
-        stats |= step_batch.mismatch(batch) | self._batch_metrics
+        stats |= step_batch.mismatch(batch, recorded=self._recorded) | self._batch_metrics
         self._times["time/training"] = time.perf_counter() - started
         return stats
 
@@ -145,31 +150,44 @@ class Run(BaseRun):
 
     def record(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
         """Write the step's metrics and episodes, and show them; returns all metrics."""
+        metrics = self.step_metrics(groups, batch, stats)
+        self._tokens["sampled"] += int(metrics.get("tokens/sampled", 0))
+        self._tokens["trained"] += int(metrics["tokens/trained"])
+        every = self.config.tracking.episodes_every
+        if every and self.step % every == 0:
+            path = episodes_file(self.directory.episodes_folder, self.step)
+            write_episodes(path, self.step_records(batch))
+            if others := records_beside(self.collector.baselines, self.collector.discarded, self._texts):
+                write_episodes(beside(path), others)
+        self.metrics.log(self.step, metrics)
+        sample = sample_of(groups, self._texts, self.step)
+        self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
+        return metrics
+
+    def step_metrics(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
+        """All metrics of the step that was trained last."""
         started = self._times.pop("start")
         # What was sampled and replaced counts too: the reward of the groups that are left says little of the policy.
         sampled = [*groups, *self.collector.discarded]
         metrics = rollout_metrics(sampled, max_new_tokens=self.config.rollout.max_new_tokens)
         metrics |= stats | self._times
-        trained = float(batch.loss_mask.sum())
-        seconds = time.perf_counter() - started
-        metrics |= {
-            "tokens/trained": trained,
-            "staleness/max": float(self.step - 1 - batch.versions[batch.versions >= 0].min()),
+        tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
+        if self.config.offline is None:
+            metrics["staleness/max"] = float(self.step - 1 - batch.versions[batch.versions >= 0].min())
+        else:
+            # Nobody sampled anything, and versions count the steps of another run.
+            metrics["tokens/read"] = metrics.pop("tokens/sampled")
+        return metrics | {
+            "tokens/trained": float(batch.loss_mask.sum()),
             "time/step": seconds,
-            "throughput/tokens_per_second": metrics["tokens/sampled"] / seconds,
+            "throughput/tokens_per_second": tokens / seconds,
             "throughput/completions_per_minute": 60 * sum(len(g.episodes) for g in sampled) / seconds,
             "memory/process_gib": memory_bytes()["process"] / GIB,
         }
-        self._tokens["sampled"] += int(metrics["tokens/sampled"])
-        self._tokens["trained"] += int(trained)
-        every = self.config.tracking.episodes_every
-        if every and self.step % every == 0:
-            records = episode_records(self._trained, batch, self._left_out, self._texts)
-            write_episodes(self.directory.episodes_folder / f"step-{self.step:06d}.parquet", records)
-        self.metrics.log(self.step, metrics)
-        sample = sample_of(groups, self._texts, self.step)
-        self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
-        return metrics
+
+    def step_records(self, batch: TokenBatch) -> list[EpisodeRecord]:
+        """The episodes of the step that was trained last, token by token."""
+        return episode_records(self._trained, batch, self._left_out, self._texts)
 
     async def close(self, error: BaseException | None) -> None:
         """Give back everything; the run's manifest notes how it ended."""
@@ -178,7 +196,9 @@ class Run(BaseRun):
         await self.engine.close()
         if self.prepared.world is not None:
             await self.prepared.world.factory.close()
-        await self.prepared.scorer.close()
+        for scorer in (self.prepared.scorer, self.prepared.held_out_scorer):
+            if scorer is not None:
+                await scorer.close()
         await super().close(error)
 
     # What the verbs stand on.
@@ -204,17 +224,24 @@ class Run(BaseRun):
         self.trainer = assembly.make_trainer(
             self.prepared, self.roles, training.optimizer, total_updates=updates, reinforcement=True
         )
-        self.critic = make_critic(self.prepared, self.roles)
+        self.critic = make_critic(self.prepared, self.roles, self.trainer)
 
     @classmethod
     def _load(cls, prepared: Prepared) -> tuple[assembly.Roles, dict[str, Any]]:
-        prepared.scorer.load()
+        if prepared.scorer is not None:
+            prepared.scorer.load()
+        if prepared.held_out is not None and prepared.held_out_scorer is not None:
+            prepared.held_out_scorer.load()
         roles = assembly.load_roles(prepared)
         return roles, {"teacher": load_teacher(prepared, roles)}
 
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
         self.stream.load(state["prompts"])
         self.collector.admission.started = int(state["started_groups"])
+        await self.take_back_weights(checkpoint, state)
+
+    async def take_back_weights(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Go to the weights of a checkpoint, with all that their next update depends on."""
         assembly.restore_reference(self.folder, self.roles)
         self._make_trainer()
         self.trainer.load(checkpoint / "state", state["trainer"])
@@ -233,7 +260,7 @@ class Run(BaseRun):
     async def _score_held_out(self) -> dict[str, float]:
         scores, episodes = await evaluate(
             self.player,
-            self.prepared.scorer,
+            self.prepared.held_out_scorer,
             self.prepared.held_out,
             evaluation_settings(self.config),
             prompts=self.config.evaluation.prompts,
@@ -241,13 +268,28 @@ class Run(BaseRun):
             progress=lambda done, total: self.display.progress("evaluating", done, total),
         )
         rewards = [reward_of(e) for e in episodes]
-        check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards)
+        key = "rewards.verifiers" if self.config.evaluation.verifiers is None else "evaluation.verifiers"
+        check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards, key=key)
         return scores.metrics()
 
     def _about(self) -> dict[str, str]:
         rollout = self.config.rollout
+        if self.config.offline is not None:
+            sizes = f"{rollout.groups_per_step} groups a step"
+            return {"algorithm": f"{self.algorithm.name}, {sizes}", "offline": self.prepared.about}
         sizes = f"{rollout.groups_per_step} prompts x {rollout.group_size} completions a step"
         return {"algorithm": f"{self.algorithm.name}, {sizes}"}
+
+    @property
+    def _judges(self) -> bool:
+        """Whether this run's verifiers score what is trained."""
+        return self.config.offline is None or self.config.offline.rewards == "verify"
+
+    def _are_own(self, groups: Sequence[Group]) -> bool:
+        """Whether recorded completions were sampled by the weights as they are now: those of the start, not yet
+        trained."""
+        untrained = self.step <= (self.config.critic.warmup_steps if self.critic is not None else 0)
+        return untrained and self.collector.own(groups)
 
     def _check_staleness(self, batch: TokenBatch) -> None:
         age = self.step - batch.versions[batch.versions >= 0]

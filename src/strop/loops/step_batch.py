@@ -16,12 +16,12 @@ from strop.algorithms.corrections import importance_weights
 from strop.algorithms.sampling_rules import overlong_filter
 from strop.errors import RunFailure
 from strop.loops.algorithm import Demands
-from strop.loops.teacher import Teacher
+from strop.loops.teacher import Teachers
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.training.batching import token_batch
 
 if TYPE_CHECKING:
-    from strop.loops.critic import Critic
+    from strop.loops.critic import Critic, SharedCritic
 
 
 @dataclass
@@ -113,35 +113,49 @@ def _of_turns(episode: Episode, stream: TokenStream, weight: float) -> Tensor:
 
 
 def fill(
-    batch: TokenBatch, algorithm: Any, demands: Demands, trainer: Any, teacher: Teacher | None, critic: Critic | None
+    batch: TokenBatch,
+    algorithm: Any,
+    demands: Demands,
+    trainer: Any,
+    teacher: Teachers | None,
+    critic: Critic | SharedCritic | None,
 ) -> dict[str, float]:
     """Ask the roles for their log-probabilities, correct for the sampler, compute advantages; returns metrics."""
     if demands.reference:
         batch.ref_logprobs = trainer.logprobs(batch, role="reference")
-    if demands.old_logprobs:
+    if demands.critic:
+        assert critic is not None
+        # First: a critic on the policy's backbone gives the policy's log-probabilities in the same pass.
+        batch.values = critic.values(batch)
+    if demands.old_logprobs and batch.old_logprobs is None:
         batch.old_logprobs = trainer.logprobs(batch, role="policy")
     metrics: dict[str, float] = {}
     if demands.teacher:
         assert teacher is not None, "the recipe was not checked"
-        batch.teacher_logprobs = teacher.logprobs(batch)
+        if demands.targets:
+            teacher.fill_targets(batch, demands.targets)
+        else:
+            batch.teacher_logprobs = teacher.logprobs(batch)
+        assert batch.teacher_logprobs is not None
         inside = batch.loss_mask
         gap = (batch.sampler_logprobs - batch.teacher_logprobs)[inside]
         metrics["kl/teacher"] = float(gap.mean()) if len(gap) else 0.0
     if demands.old_logprobs and demands.correct:
         metrics |= _numbers(algorithm.correct(batch))
-    if demands.critic:
-        assert critic is not None
-        batch.values = critic.values(batch)
     batch.advantages = algorithm.advantages(batch)
     return metrics
 
 
-def mismatch(batch: TokenBatch) -> dict[str, float]:
-    """How far trainer and sampler disagree, for a batch that has been trained: no pass of its own is needed.
+def mismatch(batch: TokenBatch, *, recorded: bool = False) -> dict[str, float]:
+    """How far trainer and sampler disagree, for a batch that has been trained: no pass of its own is needed. Empty
+    where nobody knows what the sampler thought.
 
-    The policy before the first update is `old_logprobs`, or with a single update what that update saw.
+    The policy before the first update is `old_logprobs`, or with a single update what that update saw; also where
+    `old_logprobs` are the `recorded` ones, the sampler's own.
     """
-    policy = batch.extra["logprobs"] if batch.old_logprobs is None else batch.old_logprobs
+    if bool(torch.isnan(batch.sampler_logprobs[batch.loss_mask]).any()):
+        return {}
+    policy = batch.extra["logprobs"] if recorded or batch.old_logprobs is None else batch.old_logprobs
     _, _, metrics = importance_weights(policy, batch.sampler_logprobs, batch.loss_mask, batch.seq_ids)
     return _numbers(metrics)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptDataset
+from strop.data.rollouts import RolloutDataset
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.tracking.display import Sample
 from strop.tracking.episodes import EpisodeRecord
@@ -64,10 +65,20 @@ def episode_records(
     return records
 
 
+def records_beside(
+    baselines: Mapping[int, Episode], discarded: Sequence[Group], prompts: PromptTexts
+) -> list[EpisodeRecord]:
+    """Records of what was sampled for a step beside its groups: baselines, then the groups that were replaced, in the
+    order in which they were."""
+    compared = [baselines[number] for number in sorted(baselines)]
+    episodes = [*compared, *(episode for group in discarded for episode in group.episodes)]
+    return [_record(episode, stream, prompts) for episode in episodes for stream in episode.streams()]
+
+
 class PromptTexts:
     """The rendered text of each prompt, for people to read."""
 
-    def __init__(self, dataset: PromptDataset) -> None:
+    def __init__(self, dataset: PromptDataset | RolloutDataset) -> None:
         self._dataset = dataset
         # The episodes of a group ask for the same text.
         self._text = lru_cache(maxsize=1024)(dataset.text)

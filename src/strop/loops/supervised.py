@@ -19,7 +19,7 @@ async def train_supervised(config: Config, *, fresh: bool, recipe: str | None) -
     """See `strop.train`."""
     async with open_supervised_run(config, fresh=fresh, recipe=recipe) as run:
         await run.begin()
-        while run.step < config.run.steps:
+        while not run.done:
             # Where an interrupt is seen: between steps, never within one.
             await asyncio.sleep(0)
             batch = run.next_batch()
@@ -27,7 +27,8 @@ async def train_supervised(config: Config, *, fresh: bool, recipe: str | None) -
             run.step += 1
             run.record(batch, stats)
             await run.evaluate_and_save_if_due()
-        return TrainingSummary(run.folder, await run.finish(), run.step, run.before, run.after)
+        model = await run.finish()
+        return TrainingSummary(run.folder, model, run.step, run.before, run.after, run.best, run.stopped)
 
 
 @asynccontextmanager

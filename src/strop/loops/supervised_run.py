@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,14 @@ import torch
 
 from strop.algorithms.batch import TokenBatch
 from strop.data.examples import Example, ExampleDataset, ExampleRow
-from strop.data.order import Cursor
-from strop.data.prompts import OverlongPrompt, PromptStream
+from strop.data.order import Cursor, stream_key
+from strop.data.prompts import PromptStream
 from strop.loops.assembly import Roles, load_roles
 from strop.loops.base_run import GIB, BaseRun
 from strop.loops.folder import OpenedFolder
 from strop.loops.prepare_examples import PreparedExamples
+from strop.loops.reference import FILE, AskedReference, row_names
+from strop.loops.targets import TargetSource, check_unchanged, target_source, usable_rows
 from strop.tracking.display import Display, StepView
 from strop.tracking.summary import short_path
 from strop.tracking.system import memory_bytes
@@ -31,6 +36,8 @@ SCORES = {
     "token_accuracy": "token_accuracy",
     "preference/accuracy": "accuracy",
     "preference/margin": "margin",
+    "distillation/divergence": "divergence",
+    "distillation/agreement": "agreement",
 }
 """What an evaluation shows of the metrics, and under which name."""
 
@@ -40,25 +47,37 @@ class SupervisedRun(BaseRun):
     verbs in turn. step: updates that are done.
     """
 
-    def __init__(self, prepared: PreparedExamples, roles: Roles, opened: OpenedFolder, display: Display) -> None:
+    def __init__(
+        self,
+        prepared: PreparedExamples,
+        roles: Roles,
+        opened: OpenedFolder,
+        display: Display,
+        targets: TargetSource | None = None,
+    ) -> None:
         super().__init__(prepared, roles, opened, display)
         config = self.config
         assert config.supervised is not None
         self.settings = config.supervised
         self.objective = prepared.objective
-        cursor = Cursor(prepared.train.source, seed=config.run.seed, shuffle=config.data.shuffle)
-        self.stream: Any = PromptStream(prepared.train, cursor)
+        self.stream: Any = self._new_stream()
+        self._targets = targets
+        self._asked: AskedReference | None = None
+        if self.settings.reference == "precomputed":
+            self._asked = AskedReference(self.folder / FILE, self._reference_key())
         self.trainer = SingleDeviceTrainer(
             roles.model,
             config.training.optimizer,
             total_updates=config.run.steps,
             budget=roles.sizes.tokens_per_micro_batch,
             chunk=config.training.logprob_chunk,
-            reference=getattr(self.objective, "needs_reference", False),
+            reference=getattr(self.objective, "needs_reference", False) and self._asked is None,
             recompute=config.model.activation_checkpointing,
             head="score" if prepared.scalar else "logprobs",
+            neftune_alpha=self.settings.neftune_alpha or 0.0,
+            moving_ranks=True,
         )
-        self._held_out: TokenBatch | None = None
+        self._held_out: tuple[list[ExampleRow], TokenBatch] | None = None
         self._step_started = 0.0
 
     # The verbs of the loop, in the order in which it calls them.
@@ -68,6 +87,7 @@ class SupervisedRun(BaseRun):
         if self._resumed:
             self._say_if_done()
             return
+        await self._ask_reference()
         await self.evaluate()
         self.save()
 
@@ -75,8 +95,11 @@ class SupervisedRun(BaseRun):
         """The examples of the next step, with what the reference says of them."""
         self._step_started = time.perf_counter()
         self.display.phase("reading")
-        batch = batch_of([self.stream.next()[0] for _ in range(self.settings.batch_size)])
-        self._fill(batch)
+        rows = self._next_rows(self.stream)
+        batch = batch_of(rows)
+        self._fill(batch, "train", rows, f"step-{self.step}")
+        if self.settings.neftune_alpha is not None:
+            batch.draw_keys = draw_keys(rows, self.config.run.seed)
         self._times = {"time/preparing": time.perf_counter() - self._step_started}
         return batch
 
@@ -109,39 +132,137 @@ class SupervisedRun(BaseRun):
 
     # What the verbs stand on.
 
-    def _fill(self, batch: TokenBatch) -> None:
-        """Ask the reference for its log-probabilities, once for each batch."""
-        if getattr(self.objective, "needs_reference", False) and batch.ref_logprobs is None:
-            batch.ref_logprobs = self.trainer.logprobs(batch, role="reference")
-        if getattr(self.objective, "needs_divergence", False):
-            self.objective.kl = self._divergence(batch)
+    def _fill(self, batch: TokenBatch, split: str, rows: Sequence[ExampleRow], name: str) -> None:
+        """Ask the reference and the teachers what they say of a batch, once for each.
 
-    def _divergence(self, batch: TokenBatch) -> float:
+        Args:
+            split: "train" or "eval". rows: what the batch is made of. name: of the batch among those of its split.
+        """
+        if getattr(self.objective, "needs_reference", False) and batch.ref_logprobs is None:
+            if self._asked is None:
+                batch.ref_logprobs = self.trainer.logprobs(batch, role="reference")
+            else:
+                batch.ref_logprobs = self._asked.fill(batch, row_names(split, rows))
+        if getattr(self.objective, "needs_divergence", False):
+            self.objective.kl = self._divergence(batch, f"{split}/{name}")
+        if self._targets is not None and "target_ids" not in batch.extra:
+            self._targets.fill(batch, rows)
+
+    def _divergence(self, batch: TokenBatch, name: str) -> float:
         """KL(policy || reference) of a batch, at least 0: the mean log-ratio of completions of other prompts."""
         other = mismatched(batch)
-        gap = self.trainer.logprobs(other, role="policy") - self.trainer.logprobs(other, role="reference")
+        if self._asked is None:
+            reference = self.trainer.logprobs(other, role="reference")
+        else:
+            reference = self._asked.fill(other, [name])
+        gap = self.trainer.logprobs(other, role="policy") - reference
         return max(0.0, float(gap.double().sum()) / max(1, other.sequences))
+
+    async def _ask_reference(self) -> None:
+        """Ask the reference for all that this run will want of it, before the first update makes the policy another."""
+        if self._asked is None:
+            return
+        self.display.phase("asking the reference")
+        role = "reference" if self.config.model.lora is not None else "policy"
+        await self._asked.ask(
+            self._reference_work(),
+            lambda batch: self.trainer.logprobs(batch, role=role),
+            lambda done: self.display.progress("asking the reference", done, self.config.run.steps),
+        )
+
+    def _reference_work(self) -> Iterator[tuple[list[str], Callable[[], TokenBatch]]]:
+        """What the reference is asked for: the batches of the run, in order, until all rows have been seen."""
+        mixes = getattr(self.objective, "needs_divergence", False)
+        stream = self._new_stream()
+        for step in range(self.config.run.steps):
+            if stream.epoch > 0 and not mixes:
+                break
+            rows = self._next_rows(stream)
+            yield row_names("train", rows), partial(batch_of, rows)
+            if mixes:
+                yield [f"train/step-{step}"], partial(_mismatched_of, rows)
+        if self.prepared.held_out is not None:
+            rows = self._held_out_rows()
+            yield row_names("eval", rows), partial(batch_of, rows)
+            if mixes:
+                yield [f"eval/first-{len(rows)}"], partial(_mismatched_of, rows)
+
+    def _reference_key(self) -> str:
+        """What the reference's log-probabilities depend on."""
+        prepared, config = self.prepared, self.config
+        sources = [prepared.train.source, *([prepared.held_out.source] if prepared.held_out is not None else [])]
+        return json.dumps(
+            {
+                "model": self.roles.loaded.fingerprint,
+                "dtype": str(next(self.roles.model.parameters()).dtype),
+                "sources": [source.fingerprint for source in sources],
+                "data": config.data.model_dump(mode="json"),
+                "supervised": self.settings.model_dump(mode="json"),
+                "seed": config.run.seed,
+            }
+        )
+
+    def _new_stream(self) -> PromptStream:
+        """The training rows from the beginning, in the order of the run's seed."""
+        train, config = self.prepared.train, self.config
+        return PromptStream(train, Cursor(train.source, seed=config.run.seed, shuffle=config.data.shuffle))
+
+    def _next_rows(self, stream: Any) -> list[ExampleRow]:
+        return [stream.next()[0] for _ in range(self.settings.batch_size)]
+
+    def _held_out_rows(self) -> list[ExampleRow]:
+        return held_out_rows(self.prepared.held_out, self.config.evaluation.prompts)
 
     @classmethod
     def _load(cls, prepared: PreparedExamples) -> tuple[Roles, dict[str, Any]]:
-        return load_roles(prepared, scalar=prepared.scalar), {}
+        roles = load_roles(prepared, scalar=prepared.scalar)
+        return roles, {"targets": target_source(prepared, roles)}
 
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
         self.stream.load(state["examples"])
+        check_unchanged(self._targets, state.get("targets"))
+        # While the weights are still those of the reference.
+        await self._ask_reference()
         self.trainer.load(checkpoint / "state", state["trainer"])
 
     def _state(self, folder: Path) -> dict[str, Any]:
-        return {"examples": self.stream.state(), "trainer": self.trainer.save(folder / "state")}
+        return {
+            "examples": self.stream.state(),
+            "trainer": self.trainer.save(folder / "state"),
+            "targets": None if self._targets is None else self._targets.fingerprint,
+        }
 
     async def _score_held_out(self) -> dict[str, float]:
         if self._held_out is None:
-            self._held_out = batch_of(held_out_rows(self.prepared.held_out, self.config.evaluation.prompts))
-        self._fill(self._held_out)
-        found = with_perplexity(self.trainer.evaluate(self._held_out, self.objective))
+            rows = self._held_out_rows()
+            self._held_out = rows, batch_of(rows)
+        rows, batch = self._held_out
+        if self._targets is None:
+            self._fill(batch, "eval", rows, f"first-{len(rows)}")
+            found = with_perplexity(self.trainer.evaluate(batch, self.objective))
+        else:
+            found = with_perplexity(self._evaluate_in_parts(rows))
         return {shown: found[name] for name, shown in SCORES.items() if name in found}
 
+    def _evaluate_in_parts(self, rows: Sequence[ExampleRow]) -> dict[str, float]:
+        """Means over the trained tokens of all rows, a batch at a time: targets of all would take much memory."""
+        sums: dict[str, float] = {}
+        total = 0
+        for start in range(0, len(rows), self.settings.batch_size):
+            part = rows[start : start + self.settings.batch_size]
+            batch = batch_of(part)
+            self._fill(batch, "eval", part, f"from-{start}")
+            trained = int(batch.loss_mask.sum())
+            total += trained
+            for name, value in self.trainer.evaluate(batch, self.objective).items():
+                sums[name] = sums.get(name, 0.0) + value * trained
+        return {name: value / max(1, total) for name, value in sums.items()}
+
     def _about(self) -> dict[str, str]:
-        return {"method": f"{self.settings.method}, {self.settings.batch_size} rows a step"}
+        facts = {"method": f"{self.settings.method}, {self.settings.batch_size} rows a step"}
+        if self._targets is not None:
+            facts["teachers"] = self._targets.describe()
+        return facts
 
     def _next_commands(self) -> list[str]:
         # A model that gives scores has nothing to say.
@@ -177,22 +298,23 @@ def mismatched(batch: TokenBatch) -> TokenBatch:
     return token_batch(found, rewards=[0.0] * count, group_ids=range(count), truncated=[False] * count)
 
 
+def _mismatched_of(rows: Sequence[ExampleRow]) -> TokenBatch:
+    return mismatched(batch_of(rows))
+
+
+def draw_keys(rows: Sequence[ExampleRow], seed: int) -> torch.Tensor:
+    """[N] int64: what random draws for each example of some rows are keyed by, whatever batch it comes in."""
+    keys = [stream_key(seed, row.index, number) for row in rows for number in range(len(row.examples))]
+    return torch.from_numpy(np.asarray(keys, dtype=np.uint64).view(np.int64))
+
+
 def held_out_rows(dataset: ExampleDataset, most: int | None) -> list[ExampleRow]:
-    """The held-out examples in file order, without those that are too long and skipped."""
-    found = []
-    for at in range(len(dataset)):
-        if most is not None and len(found) >= most:
-            break
-        try:
-            found.append(dataset[at])
-        except OverlongPrompt:
-            if not dataset.skips_overlong:
-                raise
-    return found
+    """The held-out examples in file order, without those that are too long and skipped; at most so many."""
+    return list(islice(usable_rows(dataset, range(len(dataset))), most))
 
 
 def with_perplexity(stats: dict[str, float]) -> dict[str, float]:
-    """The metrics, and exp(mean negative log-likelihood of a token) where there is a supervised loss alone."""
+    """The metrics, and exp(mean negative log-likelihood of a token) where texts are learned."""
     if "token_accuracy" not in stats:
         return dict(stats)
-    return stats | {"perplexity": math.exp(min(stats["loss/nll"], 700.0))}
+    return stats | {"perplexity": math.exp(min(stats.get("nll", stats.get("loss/nll", 0.0)), 700.0))}

@@ -1,25 +1,64 @@
-"""Training by whatever method a recipe asks for."""
+"""Training by whatever method a recipe asks for, or stage by stage."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
+
 from strop.config import Config
+from strop.config.pipeline import PipelineConfig
+from strop.errors import UserError
 from strop.loops.event_loop import run_to_end
 from strop.loops.online import TrainingSummary, train_online
 from strop.loops.supervised import train_supervised
 
+if TYPE_CHECKING:
+    from strop.loops.pipeline import PipelineSummary
 
-def train(config: Config, *, fresh: bool = False, recipe: str | None = None) -> TrainingSummary:
-    """Train, or go on where the newest run of this recipe stopped.
+
+@overload
+def train(config: Config, *, fresh: bool = False, recipe: str | None = None) -> TrainingSummary: ...
+
+
+@overload
+def train(
+    config: PipelineConfig, *, fresh: bool = False, recipe: str | None = None, retrain: Sequence[str] = ()
+) -> PipelineSummary: ...
+
+
+@overload
+def train(
+    config: Config | PipelineConfig, *, fresh: bool = False, recipe: str | None = None, retrain: Sequence[str] = ()
+) -> TrainingSummary | PipelineSummary: ...
+
+
+def train(
+    config: Config | PipelineConfig, *, fresh: bool = False, recipe: str | None = None, retrain: Sequence[str] = ()
+) -> TrainingSummary | PipelineSummary:
+    """Train, or go on where the newest run of this recipe, or the newest pipeline, stopped.
 
     Args:
-        config: the recipe. fresh: start a new run instead of going on. recipe: its file, which names the run.
+        config: the recipe or pipeline. fresh: start a new one instead of going on. recipe: its file, which names it.
+        retrain: stages of a pipeline to train anew, with all that use what they make.
 
     Raises:
         UserError: something in the recipe cannot work; nothing was written.
         RunFailure: something failed while running; the last checkpoint is kept.
     """
+    if isinstance(config, PipelineConfig):
+        from strop.loops.pipeline import train_pipeline
+
+        return train_pipeline(config, fresh=fresh, recipe=recipe, retrain=retrain)
+    if retrain:
+        what = f"there is no stage {retrain[0]!r}: this recipe is not a pipeline"
+        raise UserError(what, where=f"--retrain {retrain[0]}", mend="leave it out; --fresh starts a new run")
+    return train_run(config, fresh=fresh, recipe=recipe)
+
+
+def train_run(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
+    """Train one recipe to its end; see `train`."""
     loop = train_online if config.supervised is None else train_supervised
     return run_to_end(lambda: loop(config, fresh=fresh, recipe=recipe))
 
 
-__all__ = ["TrainingSummary", "train"]
+__all__ = ["TrainingSummary", "train", "train_run"]

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_FACTORS = ("lora_A", "lora_B", "lora_E")
+
 
 def adapter_delta(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     """What one adapter adds to a weight, float32, in the shape and on the device of the weight.
 
     LoRA (arXiv 2106.09685): s B A with s = alpha / r, or alpha / sqrt(r) if rank-stabilised (2312.03732). DoRA
-    (2402.09353, eq. 5): m (W + s B A) / ||W + s B A|| - W, with the norm of each output's row.
+    (2402.09353, eq. 5): m (W + s B A) / ||W + s B A|| - W, with the norm of each output's row. AdaLoRA (2303.10512,
+    eq. 3): s B diag(E) A.
 
     peft's `get_delta_weight` knows nothing of DoRA, and for experts rounds to the number format of the weight.
 
@@ -20,6 +23,11 @@ def adapter_delta(layer: Any, adapter: str, weight: Tensor) -> Tensor:
         layer: peft's wrapper of a linear layer or of the stacked experts of a mixture.
         weight: the weight without adapters.
     """
+    if hasattr(layer, "lora_E"):
+        a, b, e = (getattr(layer, name)[adapter].detach().to(weight.device, torch.float32) for name in _FACTORS)
+        # The small number is peft's, and so belongs to what the adapter was trained as.
+        delta = (b @ (a * e)) * layer.scaling[adapter] / (float(layer.ranknum[adapter]) + 1e-5)
+        return delta.T if layer.fan_in_fan_out else delta
     a, b = (part[adapter].weight.detach().to(weight.device, torch.float32) for part in (layer.lora_A, layer.lora_B))
     experts = getattr(layer, "num_experts", 1)
     if experts > 1:

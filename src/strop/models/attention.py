@@ -4,15 +4,15 @@
 outside it the model is plain Hugging Face. Models reach this through transformers' attention interface, so any
 architecture that supports it works, with grouped heads, sliding windows, logit soft-capping and attention sinks.
 
-Why not a block-diagonal mask over the whole row: it costs T x T. Here segments of similar length are padded to one
-batch, so the work is close to the sum of their own squares (benchmarks/packing.py compares).
+Why not a block-diagonal mask over the whole row: it costs T x T. Here a segment runs alone, or those of similar length
+are padded to one batch, so the work is close to the sum of their own squares (benchmarks/packing.py compares).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,8 +25,10 @@ from strop.errors import ModelError
 from strop.models.layout import Layout
 
 NAME = "strop"
-# From here on a stream without a prefix runs alone, where the causal kernel skips half of the work.
+# Longer streams without a prefix run alone: the causal kernel skips half of the work, and nothing is copied. From where
+# on, what a call costs decides: next to nothing on a CPU.
 ALONE = 512
+ALONE_ON_CPU = 8
 # Work (score entries) below which another kernel call costs more than padding does.
 CALL_COST = 60_000
 
@@ -168,6 +170,19 @@ class _Bucket:
     shape: tuple[int, int, int]
     out_rows: Tensor
     out_places: Tensor
+    masks: dict[Any, Tensor] = field(default_factory=dict)
+
+    def mask_of(self, window: int | None, groups: int, dtype: torch.dtype | None) -> Tensor:
+        """[b, 1, groups x q, k]: bool, or for a dtype what is added to the scores. Layers share it: a kernel keeps the
+        mask that it is given for the backward pass, so one of its own for each layer would add up."""
+        window = window if window is not None and window < self.shape[2] else None
+        if (window, groups, dtype) not in self.masks:
+            mask = self.mask if window is None else self.mask & (self.distance < window)
+            mask = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
+            if dtype is not None:
+                mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+            self.masks[window, groups, dtype] = mask
+        return self.masks[window, groups, dtype]
 
 
 class PackedAttention:
@@ -176,44 +191,46 @@ class PackedAttention:
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.device = device
         self.tokens = len(layout.input_ids)
-        self.alone: list[tuple[int, int]] = []
+        self.lengths = [segment.length for segment in layout.segments]
+        alone_from = ALONE_ON_CPU if device.type == "cpu" else ALONE
+        self.alone: list[int] = []
         together: list[int] = []
         for index, segment in enumerate(layout.segments):
-            if not segment.prefix and segment.length > ALONE:
-                self.alone.append((segment.start, segment.length))
-            else:
-                together.append(index)
+            (self.alone if not segment.prefix and segment.length > alone_from else together).append(index)
         self.buckets = [self._bucket(layout, chosen) for chosen in _buckets(layout, together)]
+        starts = [layout.segments[at].start for at in self.alone]
+        spans = [torch.arange(start, start + self.lengths[at]) for start, at in zip(starts, self.alone, strict=True)]
+        rows = torch.cat([*(b.out_rows.cpu() for b in self.buckets), *spans])
+        # Where each token of the row is among the results, one after another; segments cover the row exactly once.
+        self._order = torch.argsort(rows).to(device)
+        self._in_order = not self.buckets and bool((rows == torch.arange(self.tokens)).all())
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """[1, T, heads, head size] from query [1, heads, T, d], key and value [1, kv heads, T, d]."""
-        if len(self.alone) == 1 and not self.buckets:
-            return self._causal(query, key, value, scores).transpose(1, 2)
-        rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-        out = query.new_zeros((self.tokens, *rows[0].shape[1:-1], value.shape[-1]))
-        pieces: list[tuple[Tensor, Tensor]] = []
+        pieces: list[Tensor] = []
         if self.buckets:
             # One contiguous copy, so that gathering rows is a copy of whole lines.
-            q, k, v = (x.reshape(self.tokens, -1) for x in rows)
+            q, k, v = (x[0].transpose(0, 1).reshape(self.tokens, -1) for x in (query, key, value))
             heads = (query.shape[1], key.shape[1])
-            pieces = [(b.out_rows, self._padded(b, q, k, v, heads, scores)) for b in self.buckets]
-        if not self.alone:
-            return _place(pieces, self.tokens).view(1, self.tokens, query.shape[1], -1)
-        parts = [out.reshape(self.tokens, -1)] if not pieces else [_place(pieces, self.tokens)]
-        for start, length in self.alone:
-            span = slice(start, start + length)
-            mine = self._causal(query[:, :, span], key[:, :, span], value[:, :, span], scores)
-            flat = mine[0].transpose(0, 1).reshape(length, -1)
-            parts[0] = torch.cat([parts[0][:start], flat, parts[0][start + length :]])
-        return parts[0].view(1, self.tokens, query.shape[1], -1)
+            pieces = [self._padded(b, q, k, v, heads, scores) for b in self.buckets]
+        if self.alone:
+            groups = query.shape[1] // key.shape[1]
+            if groups > 1:
+                key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+            # Not slices, each of which would make a gradient of the whole row.
+            parts = [x.split(self.lengths, 2) for x in (query, key, value)]
+            for at in self.alone:
+                found = self._causal(*(part[at] for part in parts), scores)
+                pieces.append(found[0].transpose(0, 1).reshape(self.lengths[at], -1))
+        out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if not self._in_order:
+            out = _Gather.apply(out, self._order, [(self._order, self._count(self.tokens))])
+        return out.view(1, self.tokens, query.shape[1], -1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """One stream alone, [1, heads, L, d]."""
+        """One stream alone, [1, heads, L, d] each and the result."""
         length = query.shape[2]
         windowed = scores.window is not None and scores.window < length
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if scores.plain and not windowed:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scaling)
         at = torch.arange(length, device=query.device)
@@ -229,13 +246,9 @@ class PackedAttention:
         query = _Gather.apply(q, b.queries, b.query_inverse).view(size, queries, heads[1], groups, -1)
         key = _Gather.apply(k, b.keys, b.key_inverse).view(size, keys, heads[1], -1).transpose(1, 2)
         value = _Gather.apply(v, b.keys, b.key_inverse).view(size, keys, heads[1], -1).transpose(1, 2)
-        mask = b.mask
-        if scores.window is not None and scores.window < keys:
-            mask = mask & (b.distance < scores.window)
+        mask = b.mask_of(scores.window, groups, query.dtype if scores.plain else None)
         # Query heads that share a key head become further queries of it: no key is repeated.
         query = query.permute(0, 2, 3, 1, 4).reshape(size, heads[1], groups * queries, -1)
-        if groups > 1:
-            mask = mask.repeat(1, 1, groups, 1)
         out = scored_attention(query, key, value, mask, scores, groups)
         out = out.view(size, heads[1], groups, queries, -1).permute(0, 3, 1, 2, 4).reshape(size * queries, -1)
         return _Gather.apply(out, b.out_places, [(b.out_places, self._count(len(b.out_places)))])
@@ -279,17 +292,6 @@ class PackedAttention:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-
-
-def _place(pieces: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
-    """[tokens, R] with the rows of all pieces at their places; places that no piece fills are 0."""
-    rows = torch.cat([at for at, _ in pieces])
-    values = torch.cat([piece for _, piece in pieces])
-    order = torch.argsort(rows)
-    if len(rows) == tokens:
-        return _Gather.apply(values, order, [(order, torch.arange(tokens, device=rows.device)[:, None])])
-    out = values.new_zeros((tokens, values.shape[1]))
-    return out.index_copy(0, rows, values)
 
 
 def scored_attention(

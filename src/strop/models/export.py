@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from strop.config.model import ModelSettings
 from strop.errors import ModelError, RunFailure, UserError
+from strop.models.find import resolve_model
 from strop.models.folder import is_scalar_folder, read_json
-from strop.models.load import load_model, load_scalar_model, load_tokenizer, resolve_model
+from strop.models.load import load_model, load_scalar_model, load_tokenizer
 
 if TYPE_CHECKING:
     pass

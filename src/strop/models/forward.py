@@ -14,6 +14,7 @@ from strop.errors import ModelError
 from strop.models.attention import PackedAttention, check_supported, running
 from strop.models.layout import PackedStreams, pack
 from strop.models.logprobs import Entropy, linear_logprobs, output_head
+from strop.models.topk_logprobs import linear_topk_logprobs
 
 
 def backbone(model: nn.Module) -> nn.Module:
@@ -84,18 +85,66 @@ def packed_logprobs(
 
     hits: see `linear_logprobs`.
     """
-    hidden = packed_hidden(model, inputs)
+    hidden = packed_hidden(model, inputs).index_select(0, inputs.predictors)
+    return token_logprobs(
+        model, hidden, inputs.targets, temperature=temperature, chunk=chunk, entropy=entropy, hits=hits
+    )
+
+
+def token_logprobs(
+    model: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 512,
+    entropy: Entropy = "none",
+    hits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same from the hidden states [N, H] that predict the targets [N]."""
     weight, bias, softcap = output_head(model)
     return linear_logprobs(
-        hidden.index_select(0, inputs.predictors),
+        hidden,
         weight,
-        inputs.targets,
+        targets,
         bias=bias,
         temperature=temperature,
         softcap=softcap,
         chunk=chunk,
         entropy=entropy,
         hits=hits,
+    )
+
+
+def packed_topk_logprobs(
+    model: nn.Module,
+    inputs: PackedInputs,
+    ids: Tensor,
+    *,
+    temperature: float,
+    topk_temperature: float,
+    chunk: int,
+    entropy: Entropy,
+    hits: Tensor,
+    agreement: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probabilities [N] of the wanted tokens, [N, K + 1] of the tokens `ids` [N, K] and of all others, entropy);
+    call it inside `running(model, ...)`. For the rest see `linear_topk_logprobs`."""
+    hidden = packed_hidden(model, inputs)
+    weight, bias, softcap = output_head(model)
+    return linear_topk_logprobs(
+        hidden.index_select(0, inputs.predictors),
+        weight,
+        inputs.targets,
+        ids,
+        bias=bias,
+        temperature=temperature,
+        topk_temperature=topk_temperature,
+        softcap=softcap,
+        chunk=chunk,
+        entropy=entropy,
+        hits=hits,
+        agreement=agreement,
     )
 
 

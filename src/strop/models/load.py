@@ -1,10 +1,9 @@
-"""Finding a model and loading it: a folder, a run, a checkpoint, a fetched name, a name on the Hub, or a new one."""
+"""Loading a model from its folder, or making a new one."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from strop.config.model import LoraConfig, ModelSettings
 from strop.errors import ModelError
 from strop.models.create import create_model, create_tokenizer
-from strop.models.fetch import KNOWN, download_from_hub, is_fetched, model_folder
+from strop.models.find import resolve_model
 from strop.models.folder import check_model_folder, check_tokenizer_files, fingerprint_folder, read_json
 from strop.models.global_state import quiet, seeded
 
@@ -55,65 +54,6 @@ class Loaded:
     fingerprint: str
 
 
-def resolve_model(path: str) -> Path:
-    """The folder that a `model.path` means; a name on the Hub is downloaded first.
-
-    A run's folder means the model of its latest checkpoint, a checkpoint's folder the model in it. A folder that exists
-    comes before a name.
-
-    Raises:
-        ModelError: there is no such folder or name, the name was not fetched yet, or the Hub cannot be reached.
-    """
-    folder = Path(path).expanduser()
-    if folder.exists():
-        return _model_inside(folder)
-    if path in KNOWN:
-        if is_fetched(path):
-            return model_folder(path)
-        raise ModelError(f"the model {path!r} is not on this machine yet", mend=f"strop models fetch {path}")
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
-        try:
-            return download_from_hub(path)
-        except ModelError as error:
-            # With a local folder of the first name, `runs/quikstart` is more likely a slip than a name on the Hub.
-            if not folder.parent.is_dir():
-                what = f"there is no folder {path!r}, and {error.what}"
-                raise ModelError(what, where=error.where, mend=error.mend) from error
-    siblings = [str(folder.parent / f.name) for f in folder.parent.iterdir()] if folder.parent.is_dir() else []
-    near = difflib.get_close_matches(str(folder), siblings, n=1) or difflib.get_close_matches(path, KNOWN, n=1)
-    raise ModelError(
-        f"there is no model folder {path!r}",
-        where=str(folder.absolute()),
-        mend=f"did you mean {near[0]!r}?"
-        if near
-        else "check the path; `strop models list` shows names that can be used",
-    )
-
-
-def _model_inside(folder: Path) -> Path:
-    """The model's own folder, given it, a checkpoint's (`model/`) or a run's (`checkpoints/step-N/model/`)."""
-    if (folder / "config.json").exists():
-        return folder
-    if (folder / "model" / "config.json").exists():
-        return folder / "model"
-    checkpoints = folder if (folder / "latest").is_file() else folder / "checkpoints"
-    pointer = checkpoints / "latest"
-    if pointer.is_file():
-        target = checkpoints / pointer.read_text(encoding="utf-8").strip() / "model"
-        if target.is_dir():
-            return target
-        raise ModelError(
-            "the run's latest checkpoint has no model", where=str(target), mend="name another checkpoint's folder"
-        )
-    if (folder / "run.json").exists() or checkpoints.is_dir():
-        raise ModelError(
-            "the run has no checkpoint yet",
-            where=str(folder),
-            mend="train until its first checkpoint, or use another run",
-        )
-    return folder
-
-
 def inspect_model(settings: ModelSettings) -> ModelFacts:
     """Check everything that can be checked before loading, and load the tokenizer: about a second, most of it imports.
 
@@ -128,6 +68,16 @@ def inspect_model(settings: ModelSettings) -> ModelFacts:
     tokenizer = load_tokenizer(folder, trust_remote_code=settings.trust_remote_code)
     context = context_length(folder, tokenizer, trust_remote_code=settings.trust_remote_code)
     return _facts(tokenizer, _end_tokens(folder), context, settings.path, folder)
+
+
+def vocabulary_size(facts: ModelFacts) -> int:
+    """How many tokens a model knows, without its weights; a head may have rows that its tokenizer has no text for."""
+    known = max(facts.tokenizer.get_vocab().values(), default=-1) + 1
+    if facts.folder is None:
+        return known
+    config = read_json(facts.folder / "config.json")
+    sizes = [section.get("vocab_size") for section in (config, config.get("text_config") or {})]
+    return max([known, *(size for size in sizes if isinstance(size, int))])
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -245,10 +195,13 @@ def context_length(folder: Path, tokenizer: PreTrainedTokenizerBase, *, trust_re
     return int(tokenizer.model_max_length) if 0 < tokenizer.model_max_length < UNBOUNDED else UNBOUNDED
 
 
-def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> PeftModel:
+def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int, *, updates: int = 1) -> PeftModel:
     """Freeze the weights and put a float32 adapter on each target; the model computes the same until it is trained.
 
     The adapters' first values depend on the seed only; the global random state is left as it was.
+
+    Args:
+        updates: optimizer updates of the whole run; with `adaptive`, the ranks move by them.
 
     Raises:
         ModelError: a target is no linear layer of the model, or is an output head tied to the embeddings.
@@ -256,20 +209,23 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int) -> PeftMod
     import peft
     import torch
 
+    from strop.models.adaptive import adaptive_config
+
     training = model.training
     _check_targets(model, settings.targets)
     scalar = isinstance(getattr(model, "score", None), torch.nn.Linear)
-    config = peft.LoraConfig(
-        task_type=None if scalar else "CAUSAL_LM",
+    common: dict[str, Any] = {
+        "task_type": None if scalar else "CAUSAL_LM",
         # A scalar head is new and has to be learned whole.
-        exclude_modules=["score"] if scalar else None,
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]
-        lora_dropout=settings.dropout,
-        target_modules=settings.targets,
-        use_rslora=settings.rank_stabilised,
-        use_dora=settings.dora,
-    )
+        "exclude_modules": ["score"] if scalar else None,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": settings.dropout,
+        "target_modules": settings.targets,
+    }
+    if settings.adaptive is not None:
+        config = adaptive_config(settings, updates, **common)
+    else:
+        config = peft.LoraConfig(r=settings.rank, use_rslora=settings.rank_stabilised, use_dora=settings.dora, **common)
     try:
         with seeded(seed), quiet():
             adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=True)

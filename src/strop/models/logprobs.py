@@ -6,7 +6,7 @@ chunk exist at a time, forward and backward (promise P8, docs/performance.md has
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,14 +94,9 @@ class _LinearLogprobs(torch.autograd.Function):
             return (unit * grad_logprobs[:, None].to(unit.dtype), None, None, None, None)
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         head: _Head = ctx.head
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden) if want_hidden else None
-        # float32 even under bfloat16 compute: many chunks add up here.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
+        found = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for span in head.spans(hidden.shape[0]):
-            x = hidden[span]
-            logits = _logits(x, weight, bias, head.softcap)
+            logits = _logits(hidden[span], weight, bias, head.softcap)
             bend = 1 - (logits / head.softcap) ** 2 if head.softcap is not None else None
             g = grad_logprobs[span, None]
             log_p = logits.div_(head.temperature).sub_(normalizer[span, None])
@@ -114,23 +109,46 @@ class _LinearLogprobs(torch.autograd.Function):
             grad.div_(head.temperature)
             if bend is not None:
                 grad.mul_(bend)
-            grad = grad.to(hidden.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[span])
-            if grad_weight is not None:
-                if grad_weight.dtype == grad.dtype:
-                    grad_weight.addmm_(grad.t(), x)
-                else:
-                    grad_weight += grad.t() @ x
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
+            found.add(span, grad)
             del logits, log_p, bend, grad
+        return (*found.given(), None, None)
+
+
+class HeadGradients:
+    """Gradients of hidden states [N, H], of an output head [V, H] and its bias [V], added up chunk by chunk.
+
+    Args:
+        wanted: which of the three are.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        want_hidden, want_weight, want_bias = wanted
+        self._of_hidden = torch.zeros_like(hidden) if want_hidden else None
+        # At least float32 even under bfloat16 compute: many chunks add up here.
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self._of_weight = torch.zeros_like(weight, dtype=wide) if want_weight else None
+        self._of_bias = torch.zeros_like(bias, dtype=wide) if want_bias and bias is not None else None
+
+    def add(self, span: slice, grad: Tensor) -> None:
+        """Take in the gradient of the logits of some rows, [n, V]."""
+        grad = grad.to(self._hidden.dtype)
+        if self._of_hidden is not None:
+            torch.mm(grad, self._weight, out=self._of_hidden[span])
+        if self._of_weight is not None:
+            if self._of_weight.dtype == grad.dtype:
+                self._of_weight.addmm_(grad.t(), self._hidden[span])
+            else:
+                self._of_weight += grad.t() @ self._hidden[span]
+        if self._of_bias is not None:
+            self._of_bias += grad.sum(0, dtype=self._of_bias.dtype)
+
+    def given(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The three, each in the number format of what it belongs to; None where it is not wanted."""
         return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
+            self._of_hidden,
+            None if self._of_weight is None else self._of_weight.to(self._weight.dtype),
+            None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype),
         )
 
 

@@ -36,8 +36,10 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pat
         generation = getattr(base, "generation_config", None)
         write_folder(type(base), base.config, merged_weights(model), generation, tokenizer, target)
         if base is not model:
+            from strop.models.adaptive import ranks_as_they_are
+
             # "auto" would ask the Hub whether the vocabulary was resized.
-            with quiet():
+            with quiet(), ranks_as_they_are(model):
                 model.save_pretrained(target / "adapter", save_embedding_layers=False)
         sync_folder(target)
     except (OSError, SafetensorError) as error:
@@ -64,7 +66,7 @@ def merged_weights(model: Any) -> dict[str, torch.Tensor]:
             adapters.setdefault(plain, []).append(module)
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in base.state_dict().items():
-        if any(part.startswith("lora_") for part in name.split(".")):
+        if any(part.startswith("lora_") or part == "ranknum" for part in name.split(".")):
             continue
         plain = _unwrapped(name)
         weights[plain] = _merge(adapters[plain], tensor) if plain in adapters else tensor

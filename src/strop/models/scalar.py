@@ -58,6 +58,14 @@ def with_scalar_head(causal: PreTrainedModel, *, pad_id: int | None = None) -> P
     return model.train(causal.training)  # type: ignore[no-any-return]
 
 
+def value_head(model: Any) -> nn.Linear:
+    """A scalar head beside a causal model, float32 and all zeros, which is no part of the model."""
+    weight = model.get_output_embeddings().weight
+    head = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)
+    return head
+
+
 def packed_scores(model: nn.Module, hidden: Tensor) -> Tensor:
     """[N] float32: what the scalar head makes of hidden states [N, H]."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -117,6 +117,6 @@ def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         cached = 2 * text.num_hidden_layers * heads * size * item * longest
         rows = max(1, min(256, int(hardware.memory * 0.25 / cached)))
-        if config.supervised is None:
+        if config.supervised is None and (config.offline is None or config.data.eval is not None):
             reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
     return Sizes(budget, rows, tuple(reasons))

@@ -24,14 +24,17 @@ from strop.rewards.python import PythonFunction
 from strop.rewards.scored import RewardModel
 
 
-def build_scorer(settings: RewardSettings) -> CompositeScorer:
+def build_scorer(settings: RewardSettings, *, key: str = "rewards.verifiers") -> CompositeScorer:
     """The scorer of a run; everything that can be wrong with a verifier before it is called is found here.
+
+    Args:
+        key: where the verifiers stand in the recipe, for messages.
 
     Raises:
         UserError: a function cannot be imported, a pattern does not compile, a tag is not a name.
     """
     verifiers = [
-        build_verifier(verifier, timeout=settings.timeout, where=f"rewards.verifiers.{index}")
+        build_verifier(verifier, timeout=settings.timeout, where=f"{key}.{index}")
         for index, verifier in enumerate(settings.verifiers)
     ]
     return CompositeScorer(verifiers, settings)

@@ -176,13 +176,16 @@ def combine(verdicts: dict[str, Verdict], settings: RewardSettings) -> Reward:
     return Reward(total, components, correct, detail=detail)
 
 
-def check_errors(rewards: Sequence[Reward], *, first_step: bool, settings: RewardSettings) -> None:
+def check_errors(
+    rewards: Sequence[Reward], *, first_step: bool, settings: RewardSettings, key: str = "rewards.verifiers"
+) -> None:
     """Stop a run whose verifiers fail too often: any failure in its first step, later a share above the budget.
 
     Args:
         rewards: of all episodes of one step.
         first_step: whether it is the first step of the run (not of a resumed part of it).
         settings: `max_error_share`.
+        key: where the verifiers stand in the recipe.
 
     Raises:
         RunFailure: names the verifier that failed most, how often, and the first thing it said.
@@ -207,7 +210,7 @@ def check_errors(rewards: Sequence[Reward], *, first_step: bool, settings: Rewar
     raise RunFailure(
         f"{what} {count} of {len(rewards)} {'episodes' if environment else 'completions'} ({told}){others}; {rule}. "
         f"First: {of_it[0].detail}",
-        where="environment" if environment else f"rewards.verifiers, {name}",
+        where="environment" if environment else f"{key}, {name}",
         mend=f"give it more time with {limit}, or make it faster"
         if slow
         else f"mend the {'environment' if environment else 'verifier'} or the data; a failure is never counted as a "

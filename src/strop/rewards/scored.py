@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from strop.config.rewards import RewardModelVerifier
+from strop.models.find import resolve_model
 from strop.models.folder import check_model_folder
-from strop.models.load import resolve_model
 from strop.rewards.protocol import Completed, Verdict
 
 

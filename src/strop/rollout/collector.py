@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from strop.rewards.protocol import Completed, Reward, Scorer
 from strop.rollout.admission import Admission
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Group, Status
 from strop.rollout.player import Player, PromptLike
+from strop.rollout.windows import Windows, all_or_none
 
 GREEDY = -1
 """The sample index of a group's most likely completion."""
 
-T = TypeVar("T")
 
-
-class Collector:
+class Collector(Windows[PromptLike]):
     """Samples and scores groups within what admission allows.
 
     Args:
-        player, scorer: what plays an episode and scores it.
+        player, scorer: what plays an episode and scores it; without a scorer nothing is scored.
         next_prompt: the next prompt in the data's order; called once for each group, in order of group numbers.
         settings, group_size: how completions are drawn, and how many of each prompt.
-        admission: the bound on staleness.
-        worth: whether a group is worth training; one that is not is replaced by another prompt's, in the same place of
-            the window, at most `max_refills` times. None keeps every group.
         greedy: also sample the most likely completion of each prompt, as a baseline.
+
+    The others are those of `Windows`.
     """
 
     def __init__(
         self,
         player: Player,
-        scorer: Scorer,
+        scorer: Scorer | None,
         next_prompt: Callable[[], PromptLike],
         *,
         settings: SampleSettings,
@@ -47,87 +43,26 @@ class Collector:
         max_refills: int = 0,
         greedy: bool = False,
     ) -> None:
+        super().__init__(
+            next_prompt,
+            per_group=group_size + greedy,
+            admission=admission,
+            progress=progress,
+            worth=worth,
+            max_refills=max_refills,
+        )
         self._player = player
         self._scorer = scorer
-        self._next_prompt = next_prompt
         self._settings = settings
         self._group_size = group_size
-        self.admission = admission
-        self._progress = progress
-        self._worth = worth
-        self._max_refills = max_refills if worth is not None else 0
         self._greedy = greedy
-        self._tasks: dict[int, asyncio.Task[Group]] = {}
-        self.discarded: list[Group] = []
-        """Groups of the last window that were replaced."""
-        self.refills = 0
-        """How often groups of the last window were replaced."""
-        self.baselines: dict[int, Episode] = {}
-        """The most likely completion of each group of the last window, by the group's number; with `greedy`."""
-        self._completions = self._expected = 0
-        self._last_completion = 0.0
 
-    async def next_window(self, step: int) -> list[Group]:
-        """The groups that step number `step` (0 for the first) trains, in order of admission.
-
-        Raises:
-            Whatever an engine or verifier raised; the other groups are then cancelled.
-        """
-        first, size = step * self.admission.groups_per_step, self.admission.groups_per_step
-        self._completions, self._expected = 0, size * self._per_group
-        self.discarded, self.refills = [], 0
-        try:
-            for number in self.admission.admit(step):
-                prompt = self._next_prompt()
-                self._tasks[number] = asyncio.get_running_loop().create_task(self._group(number, prompt))
-            groups = await asyncio.gather(*(self._tasks[first + n] for n in range(size)))
-            groups = await self._replace_worthless(list(groups))
-        except BaseException:
-            await self.close()
-            raise
-        for group in groups:
-            del self._tasks[group.number]
-        self.baselines = {number: episode for number, episode in self.baselines.items() if number >= first}
-        return groups
-
-    @property
-    def last_completion(self) -> float:
-        """`time.perf_counter()` when the last completion of the window was sampled; what follows is verifying."""
-        return self._last_completion
-
-    async def close(self) -> None:
-        """Cancel what is running."""
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
-        await _cancel(tasks)
-
-    @property
-    def _per_group(self) -> int:
-        return self._group_size + self._greedy
-
-    async def _replace_worthless(self, groups: list[Group]) -> list[Group]:
-        """Sample other prompts in place of groups that are not worth training: dynamic sampling.
-
-        Each round draws its prompts in order of the places, after the whole window is known, so the data's order does
-        not depend on which group was done first. The last group of a place stays, whatever it is.
-        """
-        while self._worth is not None and self.refills < self._max_refills:
-            places = [at for at, group in enumerate(groups) if not self._worth(group)]
-            if not places:
-                break
-            self.refills += 1
-            self._expected += len(places) * self._per_group
-            again = [self._group(groups[at].number, self._next_prompt(), self.refills) for at in places]
-            for at, group in zip(places, await _all_or_none(again), strict=True):
-                self.discarded.append(groups[at])
-                groups[at] = group
-        return groups
-
-    async def _group(self, number: int, prompt: PromptLike, attempt: int = 0) -> Group:
+    async def make_group(self, number: int, prompt: PromptLike, attempt: int = 0) -> Group:
         episodes = [Episode(number, sample, dict(prompt.row), prompt.prompt_id) for sample in range(self._group_size)]
         baseline = [Episode(number, GREEDY, dict(prompt.row), prompt.prompt_id)] if self._greedy else []
-        await _all_or_none([self._roll_out(episode, prompt, attempt) for episode in [*episodes, *baseline]])
-        await score_episodes([*episodes, *baseline], prompt, self._scorer)
+        await all_or_none([self._roll_out(episode, prompt, attempt) for episode in [*episodes, *baseline]])
+        if self._scorer is not None:
+            await score_episodes([*episodes, *baseline], prompt, self._scorer)
         if baseline:
             self.baselines[number] = baseline[0]
         return Group(number, prompt.prompt_id, episodes)
@@ -137,26 +72,7 @@ class Collector:
         stream = (episode.group, episode.sample, 0, *([attempt] if attempt else []))
         settings = replace(self._settings, temperature=0.0) if episode.sample == GREEDY else self._settings
         await self._player.play(episode, prompt, settings, stream)
-        self._completions += 1
-        self._last_completion = time.perf_counter()
-        if self._progress is not None:
-            self._progress(self._completions, self._expected)
-
-
-async def _all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of all; when one fails the others are cancelled, which `gather` alone leaves running."""
-    running = [asyncio.ensure_future(one) for one in work]
-    try:
-        return list(await asyncio.gather(*running))
-    except BaseException:
-        await _cancel(running)
-        raise
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        self._completed()
 
 
 async def score_episodes(episodes: Sequence[Episode], prompt: PromptLike, scorer: Scorer) -> None:
@@ -191,7 +107,7 @@ def _completed(episode: Episode, prompt: PromptLike) -> Completed:
         prompt=prompt.prompt,
         completion=episode.completion,
         answer=prompt.answer,
-        row=prompt.row,
+        row=episode.row,
         completion_ids=[int(token) for turn in sampled for token in turn.tokens],
         finish=str(episode.status),
         messages=episode.messages,

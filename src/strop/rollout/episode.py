@@ -134,6 +134,25 @@ class Episode:
                 raise ValueError(f"sampled token {position} has weight version {version}")
         return self._append("assistant", tokens, logprobs, versions, parent, finish)
 
+    def append_recorded(
+        self, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int, *, parent: TurnId, finish: str
+    ) -> TurnId:
+        """Append what some policy sampled before this run, as it was recorded.
+
+        Args:
+            logprobs: one for each token, None where nobody knows them: they are NaN then, and never a number.
+            version: of the weights that sampled it, in the count of whatever run they belonged to.
+
+        Raises:
+            ValueError: as `append_sampled`.
+        """
+        if logprobs is not None:
+            return self.append_sampled(tokens, logprobs, [version] * len(tokens), parent=parent, finish=finish)
+        if version < 0:
+            raise ValueError(f"a recorded completion has weight version {version}")
+        unknown = np.full(len(tokens), np.nan, dtype=np.float32)
+        return self._append("assistant", tokens, unknown, [version] * len(tokens), parent, finish)
+
     def append_observation(self, tokens: Sequence[int], *, parent: TurnId, role: str = "tool") -> TurnId:
         """Append what the environment answered; never trained."""
         if role == "assistant":
@@ -164,7 +183,7 @@ class Episode:
         self,
         role: str,
         tokens: Sequence[int],
-        logprobs: Sequence[float],
+        logprobs: Sequence[float] | np.ndarray,
         versions: Sequence[int],
         parent: TurnId | None,
         finish: str | None,

@@ -51,7 +51,8 @@ class Summary:
 
     before, after: scores of the first and the last evaluation, such as `accuracy` and `reward`. seconds: wall clock of
     this process. next_commands: what to try next; made up from the paths when not given. problem: why the run did not
-    finish.
+    finish. best: which checkpoint is the best one, with its score and path. stopped: why the run ended before its last
+    step.
     """
 
     run: Path
@@ -67,6 +68,8 @@ class Summary:
     events: Path | None = None
     next_commands: Sequence[str] = ()
     problem: str = ""
+    best: str = ""
+    stopped: str = ""
 
 
 class Display(Protocol):

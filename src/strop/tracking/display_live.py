@@ -42,6 +42,8 @@ METRICS = {
     "preference/margin": "margin",
     "token_accuracy": "tokens right",
     "perplexity": "perplexity",
+    "distillation/divergence": "divergence",
+    "distillation/agreement": "agreement",
     "completion/length_mean": "length",
     "kl/ref": "KL reference",
     "policy/entropy": "entropy",
@@ -59,7 +61,9 @@ METRICS = {
     "learning_rate": "learning rate",
     "time/step": "step time",
 }
-HIGHER_IS_BETTER = frozenset(("reward/mean", "accuracy", "preference/accuracy", "token_accuracy"))
+HIGHER_IS_BETTER = frozenset(
+    ("reward/mean", "accuracy", "preference/accuracy", "token_accuracy", "distillation/agreement")
+)
 
 
 class LiveDisplay:

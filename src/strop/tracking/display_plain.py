@@ -29,6 +29,8 @@ COLUMNS = (
     ("loss", "loss", 8),
     ("token_accuracy", "tokens right", 12),
     ("perplexity", "perplexity", 10),
+    ("distillation/divergence", "divergence", 10),
+    ("distillation/agreement", "agreement", 9),
     ("completion/length_mean", "length", 7),
     ("kl/ref", "kl", 8),
     ("policy/entropy", "entropy", 7),

@@ -97,6 +97,14 @@ def episodes_file(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.parquet"
 
 
+def beside(path: Path) -> Path:
+    """Where the file is of what was sampled for a step beside its groups: most likely completions that were baselines
+    (sample -1), and groups that dynamic sampling replaced, in the order in which it did. It has the same columns, and
+    is there only if there was anything of the kind.
+    """
+    return path.parent / "beside" / path.name
+
+
 def write_episodes(path: Path, records: Sequence[EpisodeRecord]) -> None:
     """Write a step's episodes to one file, whole or not at all; the folder is made.
 
@@ -133,7 +141,7 @@ def read_episodes(path: Path) -> list[EpisodeRecord]:
 
 def drop_episodes_after(folder: Path, step: int) -> None:
     """Delete the files of later steps, to go on from a checkpoint of `step`."""
-    for path in folder.glob("step-*.parquet"):
+    for path in [*folder.glob("step-*.parquet"), *(folder / "beside").glob("step-*.parquet")]:
         number = path.stem.removeprefix("step-")
         if number.isdigit() and int(number) > step:
             path.unlink()

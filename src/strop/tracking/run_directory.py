@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import os
 import shutil
 import sys
 import uuid
@@ -17,8 +15,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from strop.errors import RunFailure, StropError, UserError
-from strop.tracking.atomic import sync_folder, write_text_atomically
+from strop.tracking.atomic import write_text_atomically
 from strop.tracking.run_lock import RunLock, is_locked
+from strop.tracking.series import cannot_be_made, folder_name, folders_of, place
 from strop.tracking.system import git_state, platform_facts, versions
 
 RunStatus = Literal["running", "finished", "failed", "interrupted"]
@@ -30,8 +29,10 @@ class Manifest:
 
     id: random and permanent, the identity of the run for other trackers. series, number: runs of one name count up;
     the folder is `series` or `series-number`. parent: the run that this one started from. data, model: what the caller
-    knows of them (paths, fingerprints). trackers: ids that other trackers gave to this run. scores: "before" and
-    "after" evaluations. error: why it failed.
+    knows of them (paths, fingerprints). inputs: the models that the run began with or asks, by the key that names
+    them: path, folder, fingerprint, and of a model that strop trained the run's id and the checkpoint. trackers: ids
+    that other trackers gave to this run. scores: "before" and "after" evaluations. best: metric, step and score of the
+    best checkpoint. stopped: why it ended before its last step. error: why it failed.
     """
 
     id: str
@@ -51,14 +52,17 @@ class Manifest:
     git: dict[str, Any] | None = None
     command: list[str] = field(default_factory=list)
     parent: str | None = None
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
     trackers: dict[str, str] = field(default_factory=dict)
     scores: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    stopped: str = ""
     error: str = ""
 
     @property
     def name(self) -> str:
         """Name of the folder that the run was created as."""
-        return self.series if self.number == 1 else f"{self.series}-{self.number}"
+        return folder_name(self.series, self.number)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2, default=str) + "\n"
@@ -98,10 +102,10 @@ class RunDirectory:
     As a context manager it closes the run: "finished" after the block, "interrupted" on Ctrl-C, "failed" on an error.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, lock: RunLock) -> None:
+    def __init__(self, path: Path, manifest: Manifest, lock: RunLock | None) -> None:
         self.path = path
         self.manifest = manifest
-        self._lock: RunLock | None = lock
+        self._lock = lock
 
     @classmethod
     def create(
@@ -117,6 +121,7 @@ class RunDirectory:
         model: Mapping[str, Any] | None = None,
         command: Sequence[str] | None = None,
         parent: str | None = None,
+        inputs: Mapping[str, dict[str, str]] | None = None,
     ) -> RunDirectory:
         """Start a new run: `folder/name`, or `folder/name-2`, `-3`, … if runs of that name exist.
 
@@ -131,7 +136,7 @@ class RunDirectory:
             temporary = root / f".{name}.new-{uuid.uuid4().hex[:12]}"
             temporary.mkdir()
         except OSError as error:
-            raise _cannot_be_made(root, error) from error
+            raise cannot_be_made(root, error) from error
         lock: RunLock | None = None
         try:
             lock = RunLock(temporary)
@@ -139,7 +144,7 @@ class RunDirectory:
             manifest = Manifest(
                 id=uuid.uuid4().hex[:12],
                 series=name,
-                number=max((number for number, _ in _series(root, name)), default=0) + 1,
+                number=0,
                 created=now(),
                 steps=steps,
                 config_hash=config_hash,
@@ -151,17 +156,20 @@ class RunDirectory:
                 git=git_state(Path.cwd()),
                 command=list(sys.argv if command is None else command),
                 parent=parent,
+                inputs=dict(inputs or {}),
             )
-            path, manifest = _take_name(temporary, root, manifest)
+            path, number = place(
+                temporary, root, name, "run.json", lambda n: dataclasses.replace(manifest, number=n).to_json()
+            )
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if lock is not None:
                 lock.release()
             if isinstance(error, OSError):
-                raise _cannot_be_made(root, error) from error
+                raise cannot_be_made(root, error) from error
             raise
         lock.path = path / lock.path.name
-        return cls(path, manifest, lock)
+        return cls(path, dataclasses.replace(manifest, number=number), lock)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -176,16 +184,25 @@ class RunDirectory:
         try:
             # Read again under the lock: the process that just let go of it may have changed the manifest.
             run = cls(where, read_manifest(where), lock)
-            run.update(status="running", ended=None, error="", resumed=[*run.manifest.resumed, now()])
+            run.update(status="running", ended=None, error="", stopped="", resumed=[*run.manifest.resumed, now()])
         except BaseException:
             lock.release()
             raise
         return run
 
+    @classmethod
+    def read(cls, path: str | Path) -> RunDirectory:
+        """Look at a run without holding it; nothing may be written through what this returns.
+
+        Raises:
+            UserError: there is no run.
+        """
+        return cls(Path(path), read_manifest(Path(path)), None)
+
     @staticmethod
     def latest(folder: str | Path, name: str) -> Path | None:
         """The newest run of a name (`name`, `name-2`, …), or None."""
-        return max(_series(Path(folder), name), default=(0, None))[1]
+        return max(folders_of(Path(folder), name, "run.json"), default=(0, None))[1]
 
     @property
     def metrics_path(self) -> Path:
@@ -217,10 +234,12 @@ class RunDirectory:
         _write(self.path / "run.json", manifest.to_json())
         self.manifest = manifest
 
-    def write_config(self, config_yaml: str, *, config_hash: str, steps: int) -> None:
+    def write_config(
+        self, config_yaml: str, *, config_hash: str, steps: int, inputs: Mapping[str, dict[str, str]]
+    ) -> None:
         """Replace the configuration of a run that goes on with another one (more steps, for instance)."""
         _write(self.config_path, config_yaml)
-        self.update(config_hash=config_hash, steps=steps)
+        self.update(config_hash=config_hash, steps=steps, inputs=dict(inputs))
 
     def close(self, status: RunStatus = "finished", *, error: str = "") -> None:
         """Note how the run ended and let go of the lock; a second call does nothing."""
@@ -269,50 +288,8 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _cannot_be_made(root: Path, error: OSError) -> UserError:
-    return UserError(
-        f"the run's folder cannot be made: {error.strerror}",
-        where=str(root),
-        mend="set run.folder to a folder that can be written and has room",
-    )
-
-
 def _write(path: Path, text: str) -> None:
     try:
         write_text_atomically(path, text)
     except OSError as error:
         raise RunFailure(f"{path.name} cannot be written: {error.strerror}", where=str(path)) from error
-
-
-def _series(root: Path, name: str) -> list[tuple[int, Path]]:
-    """Number and folder of each run of a name. A copy under another folder name does not count."""
-    runs = []
-    for path in root.glob(f"{_escaped(name)}*"):
-        try:
-            manifest = read_manifest(path)
-        except UserError:
-            continue
-        if manifest.series == name and manifest.name == path.name:
-            runs.append((manifest.number, path))
-    return runs
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
-
-
-def _take_name(temporary: Path, root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
-    """Rename the prepared folder to the first free name from the manifest's number on."""
-    while True:
-        path = root / manifest.name
-        # Renaming onto an empty folder would succeed, so look first; the rename still fails on one that is not empty.
-        if not path.exists():
-            write_text_atomically(temporary / "run.json", manifest.to_json())
-            try:
-                os.rename(temporary, path)
-                sync_folder(root)
-                return path, manifest
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise
-        manifest = dataclasses.replace(manifest, number=manifest.number + 1)

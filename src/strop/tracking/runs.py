@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from strop.errors import UserError
 from strop.tracking.metrics import MetricsRecord, read_metrics
+from strop.tracking.pipeline_directory import MANIFEST
 from strop.tracking.run_directory import Manifest, RunStatus, latest_checkpoint, read_manifest, status_of
 from strop.tracking.summary import compare, short_path
 from strop.tracking.text import show_duration, show_metric, show_number, sparkline
@@ -44,18 +46,22 @@ class RunInfo:
 
 
 def list_runs(folder: str | Path) -> list[RunInfo]:
-    """The runs in a folder, newest first; folders that hold no readable run are left out."""
+    """The runs in a folder, newest first, those of a pipeline's stages as `pipeline/stage`; folders that hold no
+    readable run are left out."""
     root = Path(folder)
     if not root.is_dir():
         return []
     runs = []
     for path in root.iterdir():
-        if path.name.startswith(".") or not (path / "run.json").is_file():
+        if path.name.startswith("."):
             continue
-        try:
-            runs.append(run_info(path))
-        except UserError:
-            continue
+        if (path / MANIFEST).is_file():
+            runs += [dataclasses.replace(run, name=f"{path.name}/{run.name}") for run in list_runs(path)]
+        elif (path / "run.json").is_file():
+            try:
+                runs.append(run_info(path))
+            except UserError:
+                continue
     return sorted(runs, key=lambda run: run.started, reverse=True)
 
 
@@ -100,12 +106,16 @@ def print_runs(runs: Sequence[RunInfo], console: Console | None = None) -> None:
 
 
 def show_run(path: str | Path) -> str:
-    """Everything worth knowing of a run, as plain text of several lines.
+    """Everything worth knowing of a run or a pipeline, as plain text of several lines.
 
     Raises:
         UserError: there is no such run; the nearest names are given.
     """
     run = Path(path)
+    if (run / MANIFEST).is_file():
+        from strop.tracking.pipelines import show_pipeline
+
+        return show_pipeline(run)
     if not (run / "run.json").is_file():
         raise _no_run(run)
     manifest = read_manifest(run)
@@ -161,8 +171,11 @@ def _about(info: RunInfo, manifest: Manifest) -> list[str]:
     facts: dict[str, str] = {"started": _local(info.started)}
     if manifest.resumed:
         facts["resumed"] = ", ".join(_local(datetime.fromisoformat(when)) for when in manifest.resumed)
-    if manifest.error:
-        facts["why"] = manifest.error.split("\n")[0]
+    if manifest.error or manifest.stopped:
+        facts["why"] = (manifest.error or manifest.stopped).split("\n")[0]
+    if manifest.best:
+        name = str(manifest.best["metric"])
+        facts["best"] = f"step {manifest.best['step']}, {name} {show_metric(name, manifest.best['score'])}"
     if manifest.parent:
         facts["parent"] = manifest.parent
     for name, values in (("model", manifest.model), ("data", manifest.data), ("seeds", manifest.seeds)):
@@ -182,11 +195,12 @@ def _scores(records: Sequence[MetricsRecord]) -> list[str]:
         return []
     first, last = evaluations[0], evaluations[-1]
     lines = [f"evaluation (step {first.step} → {last.step})"]
-    shown = {name: compare(name, first.metrics, last.metrics) for name in last.metrics}
-    scored = [record for record in evaluations if math.isfinite(record.metrics.get("accuracy", math.nan))]
+    found = [{name.removeprefix("eval/"): value for name, value in record.metrics.items()} for record in evaluations]
+    shown = {name: compare(name, found[0], found[-1]) for name in found[-1]}
+    scored = [at for at, scores in enumerate(found) if math.isfinite(scores.get("accuracy", math.nan))]
     if scored:
-        best = max(scored, key=lambda record: record.metrics["accuracy"])
-        shown["best"] = f"accuracy {show_metric('accuracy', best.metrics['accuracy'])} at step {best.step}"
+        best = max(scored, key=lambda at: found[at]["accuracy"])
+        shown["best"] = f"accuracy {show_metric('accuracy', found[best]['accuracy'])} at step {evaluations[best].step}"
     return lines + _aligned(shown)
 
 

@@ -31,14 +31,15 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 def _headline(summary: Summary) -> str:
     what = f"{summary.run.name}: {summary.status}"
-    if summary.status != "finished":
+    if summary.status != "finished" or summary.stopped:
+        what += " early," if summary.stopped else ""
         what += f" after step {summary.steps} of {summary.total_steps}"
     return what
 
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
-    if summary.problem:
-        yield "why", one_line(summary.problem, 400)
+    if summary.problem or summary.stopped:
+        yield "why", one_line(summary.problem or summary.stopped, 400)
     for name in dict.fromkeys([*(summary.before or {}), *(summary.after or {})]):
         yield name, compare(name, summary.before, summary.after, unit=" points")
     steps = f"{summary.steps} steps in {show_duration(summary.seconds)}"
@@ -50,6 +51,8 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "run", short_path(summary.run)
     if summary.model is not None:
         yield "model", short_path(summary.model)
+    if summary.best:
+        yield "best", summary.best
     yield "metrics", short_path(summary.run / "metrics.jsonl")
     if summary.events is not None:
         yield "curves", f"tensorboard --logdir {short_path(summary.events)}"

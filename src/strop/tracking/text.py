@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
-SHARES = frozenset(("accuracy", "correct", "token_accuracy"))
+SHARES = frozenset(("accuracy", "correct", "token_accuracy", "agreement", "coverage"))
 
 
 def show_number(value: float | None) -> str:

@@ -85,7 +85,9 @@ def _see_server(uri: str, *, timeout: float = 5.0) -> None:
 
 def tagged(metrics: Mapping[str, float], kind: Kind) -> dict[str, float]:
     """Names as other trackers show them: training metrics as they are, others below `eval/` and `warmup/`."""
-    return dict(metrics) if kind == "train" else {f"{kind}/{name}": value for name, value in metrics.items()}
+    if kind == "train":
+        return dict(metrics)
+    return {f"{kind}/{name.removeprefix(f'{kind}/')}": value for name, value in metrics.items()}
 
 
 class TensorBoard:

@@ -69,8 +69,11 @@ class MicroBatch:
     trained: Tensor
 
     def scatter(self, values: Tensor) -> Tensor:
-        """[T of the cut] float32 with values [N] at the trained tokens and 0 elsewhere; differentiable."""
-        return values.new_zeros(self.batch.input_ids.shape[0]).index_put((self.trained,), values)
+        """[T of the cut] float32 with values [N] at the trained tokens and 0 elsewhere; differentiable.
+
+        Of values [N, K] it makes [T of the cut, K].
+        """
+        return values.new_zeros((self.batch.input_ids.shape[0], *values.shape[1:])).index_put((self.trained,), values)
 
 
 def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
@@ -84,19 +87,20 @@ def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
 
 
 def micro_batches(
-    batch: TokenBatch, budget: int, device: torch.device, *, whole_groups: bool = False
+    batch: TokenBatch, budget: int, device: torch.device, *, whole_groups: bool = False, share: bool = True
 ) -> list[MicroBatch]:
     """Cut a mini-batch into passes of at most `budget` packed tokens; what streams begin with alike is counted once.
 
     A sequence that alone is longer than the budget gets a pass of its own: nothing is cut or left out. With
-    `whole_groups` the same holds of a group, whose sequences follow each other.
+    `whole_groups` the same holds of a group, whose sequences follow each other. Without `share` nothing is computed
+    together: the packed row is the cut of the flat batch itself.
     """
     edges = np.concatenate([[0], np.cumsum(batch.lengths().numpy())])
     ids, mask = batch.input_ids.numpy(), batch.loss_mask.numpy()
     streams = [ids[a:b] for a, b in pairwise(edges)]
     masks = [mask[a:b] for a, b in pairwise(edges)]
     # The prompt: everything before the first trained token. Prompts are shared as far as their tokens are equal.
-    heads = [int(np.argmax(m)) if m.any() else 0 for m in masks]
+    heads = [int(np.argmax(m)) if share and m.any() else 0 for m in masks]
     chosen: list[list[int]] = []
     used = 0
     for unit in _units(batch, whole_groups):

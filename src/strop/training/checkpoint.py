@@ -1,7 +1,8 @@
 """Checkpoints: written whole or not at all.
 
-A checkpoint is written to a temporary folder, flushed to the disk and renamed; then the pointer file `latest` is
-replaced. A crash at any point leaves the previous checkpoint and the pointer to it as they were.
+A checkpoint is written to a temporary folder, flushed to the disk and renamed; then the pointer files `latest` and
+`best` are replaced, and only then older checkpoints removed. A crash at any point leaves the previous checkpoint and
+the pointers to checkpoints that are there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,29 @@ from strop.errors import RunFailure
 _NAME = re.compile(r"step-(\d{6,})")
 
 
-def save_checkpoint(folder: Path, step: int, write: Callable[[Path], dict[str, Any]], *, keep: int) -> Path:
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    write: Callable[[Path], dict[str, Any]],
+    *,
+    keep: int,
+    ranking: Sequence[int] = (),
+    keep_best: int = 0,
+) -> Path:
     """Write checkpoint `step-NNNNNN` below `folder` and point `latest` at it.
 
     Args:
         write: writes its files into the folder it is given and returns what goes into `state/state.json`.
         keep: how many of the newest checkpoints up to this step stay.
+        ranking: steps, best first. keep_best: how many of those that have a checkpoint stay too; `best` points at the
+            first.
 
     The checkpoint that `latest` names is never touched: asked for the same step again, nothing is written.
 
     Raises:
         RunFailure: something could not be written; nothing of the new checkpoint is left and the old one is intact.
     """
-    name = f"step-{step:06d}"
+    name = _name_of(step)
     target, temporary = folder / name, folder / f".{name}.partial"
     if _pointed_at(folder) == name and _whole(target):
         return target
@@ -51,7 +62,8 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], dict[str, A
         temporary.rename(target)
         placed = True
         _flush(folder)
-        _point(folder, name)
+        _point(folder, name, "latest")
+        best = point_best(folder, ranking, keep_best)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if placed and _pointed_at(folder) != name:
@@ -66,8 +78,24 @@ def save_checkpoint(folder: Path, step: int, write: Callable[[Path], dict[str, A
         ) from error
     # A run that was sent back to an earlier checkpoint finds later ones; they do not count, and are replaced in time.
     for old in [other for other in _all(folder) if _step_of(other) <= step][:-keep]:
-        shutil.rmtree(folder / old, ignore_errors=True)
+        if _step_of(old) not in best:
+            shutil.rmtree(folder / old, ignore_errors=True)
     return target
+
+
+def best_checkpoints(folder: Path, ranking: Sequence[int], keep: int, *, planned: int | None = None) -> list[int]:
+    """The first `keep` steps of a ranking that have a checkpoint, or are `planned` to get one."""
+    return [step for step in ranking if step == planned or _whole(folder / _name_of(step))][:keep]
+
+
+def point_best(folder: Path, ranking: Sequence[int], keep: int) -> list[int]:
+    """Point `best` at the first step of a ranking that has a checkpoint, or remove it; returns the best steps."""
+    best = best_checkpoints(folder, ranking, keep)
+    if not best:
+        (folder / "best").unlink(missing_ok=True)
+    elif _pointed_at(folder, "best") != _name_of(best[0]):
+        _point(folder, _name_of(best[0]), "best")
+    return best
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -105,20 +133,24 @@ def _step_of(name: str) -> int:
     return int(name.removeprefix("step-"))
 
 
-def _pointed_at(folder: Path) -> str | None:
-    pointer = folder / "latest"
-    return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+def _name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _pointed_at(folder: Path, pointer: str = "latest") -> str | None:
+    file = folder / pointer
+    return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
 
 def _whole(checkpoint: Path) -> bool:
     return (checkpoint / "state" / "state.json").exists()
 
 
-def _point(folder: Path, name: str) -> None:
-    temporary = folder / ".latest.partial"
+def _point(folder: Path, name: str, pointer: str) -> None:
+    temporary = folder / f".{pointer}.partial"
     temporary.write_text(name + "\n", encoding="utf-8")
     _flush(temporary)
-    temporary.replace(folder / "latest")
+    temporary.replace(folder / pointer)
     _flush(folder)
 
 

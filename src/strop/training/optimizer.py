@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class MasterOptimizer:
     Args:
         parameters: (name, parameter) of what is trained. total: optimizer updates of the whole run, for the schedule.
         outer: names of the weights of input and output layers, which Muon leaves to AdamW.
+        scales: what the learning rate of a weight is multiplied with, by its name; 1 where it is not named.
 
     Raises:
         MissingExtra: the optimizer needs a package that is not installed.
@@ -39,6 +40,7 @@ class MasterOptimizer:
         settings: OptimizerSettings,
         total: int,
         outer: Collection[str] = (),
+        scales: Mapping[str, float] | None = None,
     ) -> None:
         self.settings = settings
         self.total = total
@@ -56,7 +58,7 @@ class MasterOptimizer:
                 master = nn.Parameter(copied)
                 self.masters[name] = master
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_add_to(master)))
-        self.rules = update_rules(settings, self.masters, outer)
+        self.rules = update_rules(settings, self.masters, outer, scales)
         self._rule_of = {p: rule for rule in self.rules for group in rule.param_groups for p in group["params"]}
 
     def zero_grad(self) -> None:
@@ -65,8 +67,12 @@ class MasterOptimizer:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def step(self) -> dict[str, Tensor | float]:
+    def step(self, after: Callable[[], None] | None = None) -> dict[str, Tensor | float]:
         """Clip, update, round to the parameters. Returns the norm before clipping (a tensor) and the learning rate.
+
+        Args:
+            after: called when the parameters are updated and their gradients are still there; it may change parameters
+                that are float32.
 
         Raises:
             RunFailure: the gradient is not finite; nothing was changed.
@@ -85,14 +91,27 @@ class MasterOptimizer:
             rate = learning_rate(self.settings, self.updates, self.total)
             for rule in self.rules:
                 for group in rule.param_groups:
-                    group["lr"] = rate
+                    group["lr"] = rate * group.get("rate_scale", 1.0)
                 rule.step()
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter:
                     parameter.copy_(self.masters[name])
+            if after is not None:
+                self._look(after)
         self.updates += 1
         self.zero_grad()
         return {"grad_norm": norm, "learning_rate": rate}
+
+    def _look(self, after: Callable[[], None]) -> None:
+        """Let somebody see and change parameters whose gradients, and masters, may be elsewhere."""
+        apart = [(p, self.masters[name]) for name, p in self.parameters.items() if self.masters[name] is not p]
+        for parameter, master in apart:
+            if master.grad is not None:
+                parameter.grad = master.grad.to(parameter.device, parameter.dtype)
+        after()
+        for parameter, master in apart:
+            if parameter.dtype == torch.float32:
+                master.copy_(parameter)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +17,31 @@ from torch import Tensor, nn
 from strop.algorithms.base import LossTerms, Objective
 from strop.algorithms.batch import TokenBatch
 from strop.config.training import OptimizerSettings
+from strop.models.adaptive import adaptive_ranks
 from strop.models.attention import running
-from strop.models.forward import packed_hidden, packed_logprobs, score_streams
+from strop.models.forward import packed_hidden, score_streams, token_logprobs
 from strop.models.logprobs import Entropy
+from strop.models.neftune import embedding_noise, noisy_embeddings
 from strop.models.scalar import packed_scores
 from strop.training.batching import MicroBatch, micro_batches, mini_batches
 from strop.training.optimizer import MasterOptimizer
 from strop.training.protocol import Role
+from strop.training.targets import forward_on_targets
 from strop.training.update_rules import outer_weights
 
 Head = Literal["logprobs", "score", "value"]
+VALUE_HEAD = "value_head"
+"""What the names of a value head's weights begin with, beside those of the model."""
+
+
+@dataclass
+class Given:
+    """What a pass gives for the trained tokens, [N] each: log-probabilities or scores, entropies, and the values of a
+    head on the same backbone."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor
 
 
 class SingleDeviceTrainer:
@@ -41,6 +57,11 @@ class SingleDeviceTrainer:
         recompute: recompute the blocks' activations in the backward pass.
         head: what the model gives for a trained token: its log-probability, or for a model with a scalar head
             (`models/scalar.py`) the number at the token itself ("score") or at the one before it ("value").
+        neftune_alpha: size of the noise on the embeddings while training (`models/neftune.py`); the batches then have
+            `draw_keys`. 0 is none.
+        value_head: a scalar head on the backbone of a causal model, trained with it: see `logprobs_and_values` and
+            `WithValues`. value_rate: its peak learning rate, which follows the schedule of the model's.
+        moving_ranks: let the ranks of adapters move that were made for it (`models/adaptive.py`).
     """
 
     def __init__(
@@ -57,10 +78,15 @@ class SingleDeviceTrainer:
         reference: bool = False,
         recompute: bool = False,
         head: Head = "logprobs",
+        neftune_alpha: float = 0.0,
+        value_head: nn.Linear | None = None,
+        value_rate: float | None = None,
+        moving_ranks: bool = False,
     ) -> None:
         self.model: Any = model
         self.device = next(model.parameters()).device
         self._head = head
+        self._neftune_alpha = neftune_alpha
         self._temperature = temperature
         self._budget = budget
         self._chunk = chunk
@@ -75,19 +101,37 @@ class SingleDeviceTrainer:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             if self._adapters:
                 self.model.enable_input_require_grads()
-        self.optimizer = MasterOptimizer(model.named_parameters(), optimizer, total_updates, outer_weights(model))
+        self._ranks = adaptive_ranks(model) if moving_ranks else None
+        self._value_head = value_head
+        trained = list(model.named_parameters())
+        scales = {}
+        if value_head is not None:
+            own = [(f"{VALUE_HEAD}.{name}", weight) for name, weight in value_head.named_parameters()]
+            trained += own
+            rate = optimizer.learning_rate if value_rate is None else value_rate
+            scales = {name: rate / optimizer.learning_rate for name, _ in own}
+        self.optimizer = MasterOptimizer(trained, optimizer, total_updates, outer_weights(model), scales)
 
     def logprobs(self, batch: TokenBatch, *, role: Role = "policy") -> Tensor:
         """[T] float32 on the CPU, at the sampling temperature, 0 where the loss mask is False."""
-        out = torch.zeros(batch.input_ids.shape[0])
+        return self._passes(batch, role)[0]
+
+    def logprobs_and_values(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """The policy's, and what its value head says before each trained token, from one pass: [T] float32 each."""
+        return self._passes(batch, "policy")
+
+    def _passes(self, batch: TokenBatch, role: Role) -> tuple[Tensor, Tensor]:
+        """([T] log-probabilities, [T] values), without a gradient; values are 0 without a value head."""
+        out, values = torch.zeros(2, batch.input_ids.shape[0]).unbind()
         with torch.no_grad(), self._as(role) as model:
             # The same cuts as in `update`, so that the first mini-batch finds the same numbers bit for bit.
             for part in mini_batches(batch, self._parts):
                 for micro in micro_batches(batch.select(part), self._budget, self.device):
                     with running(model, micro.inputs.attention):
-                        values, _ = self._forward(model, micro, "none")
-                    out[self._places(batch, part[micro.sequences])] = values.cpu()
-        return out
+                        given = self._forward(model, micro, "none")
+                    places = self._places(batch, part[micro.sequences])
+                    out[places], values[places] = given.logprobs.cpu(), given.values.cpu()
+        return out, values
 
     def update(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
         """Forward, backward and optimizer step for each mini-batch of each epoch.
@@ -141,7 +185,11 @@ class SingleDeviceTrainer:
         save_file({k: v.contiguous() for k, v in self.optimizer.state().items()}, directory / "optimizer.safetensors")
         weights = {name: p.detach().contiguous() for name, p in self.optimizer.parameters.items()}
         save_file(weights, directory / "trainable.safetensors")
-        return {"updates": self.optimizer.updates}
+        state: dict[str, Any] = {"updates": self.optimizer.updates}
+        if self._ranks is not None:
+            moments, state["ranks"] = self._ranks.state()
+            save_file({name: moment.contiguous() for name, moment in moments.items()}, directory / "ranks.safetensors")
+        return state
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """Take back what `save` wrote."""
@@ -150,6 +198,8 @@ class SingleDeviceTrainer:
             for name, parameter in self.optimizer.parameters.items():
                 parameter.copy_(weights[name])
         self.optimizer.load(load_file(directory / "optimizer.safetensors"), int(state["updates"]))
+        if self._ranks is not None:
+            self._ranks.load(load_file(directory / "ranks.safetensors"), state["ranks"])
 
     def close(self) -> None:
         self.optimizer.close()
@@ -171,31 +221,52 @@ class SingleDeviceTrainer:
             raise ValueError("this trainer was made without a reference")
 
     def _forward(
-        self, model: nn.Module, micro: MicroBatch, entropy: Entropy, hits: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(logprobs or scores, entropy) [N] of the trained tokens."""
+        self,
+        model: nn.Module,
+        micro: MicroBatch,
+        entropy: Entropy,
+        hits: Tensor | None = None,
+        *,
+        frozen: bool = False,
+    ) -> Given:
+        """What the model gives for the trained tokens. frozen: only the value head has a gradient."""
         if not len(micro.trained):
             empty = torch.zeros(0, device=self.device)
-            return empty, empty
-        if self._head == "logprobs":
-            return packed_logprobs(
-                model, micro.inputs, temperature=self._temperature, chunk=self._chunk, entropy=entropy, hits=hits
-            )
+            return Given(empty, empty, empty)
         places = micro.inputs.places if self._head == "score" else micro.inputs.predictors
-        scores = packed_scores(model, packed_hidden(model, micro.inputs).index_select(0, places))
-        return scores, torch.zeros_like(scores)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            hidden = packed_hidden(model, micro.inputs).index_select(0, places)
+            if self._head != "logprobs":
+                scores = packed_scores(model, hidden)
+                return Given(scores, torch.zeros_like(scores), torch.zeros_like(scores))
+            logprobs, spread = token_logprobs(
+                model,
+                hidden,
+                micro.inputs.targets,
+                temperature=self._temperature,
+                chunk=self._chunk,
+                entropy=entropy,
+                hits=hits,
+            )
+        if self._value_head is None:
+            return Given(logprobs, spread, torch.zeros_like(spread))
+        return Given(logprobs, spread, self._value_head(hidden.float())[:, 0])
 
     def _mini_batch(
         self, batch: TokenBatch, objective: Objective, totals: _Totals, *, first: bool
     ) -> list[tuple[Tensor, Tensor]]:
         """One optimizer update; returns for each micro-batch its sequences and its log-probabilities [N]."""
-        self.model.train()
+        # With dropout the values that a head alone learns would be others than those that it is asked for.
+        head_alone = getattr(objective, "head_alone", False)
+        self.model.train(not head_alone)
         seen = []
         denominators = objective.denominators(batch)
         trained = int(batch.loss_mask.sum())
-        first = first and bool((batch.versions >= 0).any())
-        for micro in self._cut(batch, objective):
-            with running(self.model, micro.inputs.attention):
+        sampled = batch.sampler_logprobs[batch.versions >= 0]
+        first = first and len(sampled) > 0 and not bool(torch.isnan(sampled).all())
+        # Noise belongs to a sequence, so none may be computed together with another.
+        for micro in self._cut(batch, objective, share=not self._neftune_alpha):
+            with running(self.model, micro.inputs.attention), self._noise(micro):
                 values, found, terms, entropy = self._loss(micro, objective, denominators)
                 if len(micro.trained):
                     torch.stack(list(terms.values())).sum().backward()
@@ -203,31 +274,58 @@ class SingleDeviceTrainer:
             seen.append((micro.sequences, values.detach()))
             if first:
                 totals.mismatch(micro.scatter(values.detach()), micro, trained)
-        totals.updated(self.optimizer.step())
+        if self._ranks is None or head_alone:
+            totals.updated(self.optimizer.step())
+        else:
+            penalty = self._ranks.penalty()
+            penalty.backward()
+            totals.add_term("orthogonality", penalty.detach())
+            totals.updated(self.optimizer.step(self._ranks.reallocate))
         return seen
 
-    def _cut(self, batch: TokenBatch, objective: Objective) -> list[MicroBatch]:
+    def _cut(self, batch: TokenBatch, objective: Objective, *, share: bool = True) -> list[MicroBatch]:
         whole = getattr(objective, "whole_groups", False)
-        return micro_batches(batch, self._budget, self.device, whole_groups=whole)
+        return micro_batches(batch, self._budget, self.device, whole_groups=whole, share=share)
+
+    def _noise(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """NEFTune's noise on the embeddings of what is computed inside, where it is asked for."""
+        if not self._neftune_alpha:
+            return nullcontext()
+        batch = micro.batch
+        assert batch.draw_keys is not None, "noise is drawn for each sequence by its key, and the batch has none"
+        assert micro.inputs.tokens == len(batch.input_ids), "the packed row is not the flat batch"
+        width = int(self.model.get_input_embeddings().weight.shape[1])
+        keys, update = batch.draw_keys.tolist(), self.optimizer.updates
+        noise = embedding_noise(batch.lengths().tolist(), width, self._neftune_alpha, keys=keys, update=update)
+        return noisy_embeddings(self.model, noise.to(self.device))
 
     def _loss(
         self, micro: MicroBatch, objective: Objective, denominators: Mapping[str, float]
     ) -> tuple[Tensor, LossTerms, dict[str, Tensor], Tensor | None]:
         """(what the model gave [N], what the objective made of it, its terms as numbers, entropy [T])."""
-        hits = None
-        if getattr(objective, "needs_hits", False):
-            hits = torch.zeros(len(micro.trained), device=self.device)
         wanted = _entropy_of(objective)
-        values, spread = self._forward(self.model, micro, wanted, hits)
-        if hits is not None:
-            micro.batch.extra["hits"] = micro.scatter(hits)
-        entropy = micro.scatter(spread) if wanted != "none" else None
-        found = objective.loss(micro.batch, micro.scatter(values), entropy)
+        if getattr(objective, "needs_targets", False):
+            temperatures = self._temperature, getattr(objective, "targets_temperature", self._temperature)
+            logprobs, spread = forward_on_targets(
+                self.model, micro, temperatures=temperatures, chunk=self._chunk, entropy=wanted
+            )
+            given = Given(logprobs, spread, torch.zeros_like(spread))
+        else:
+            hits = None
+            if getattr(objective, "needs_hits", False):
+                hits = torch.zeros(len(micro.trained), device=self.device)
+            given = self._forward(self.model, micro, wanted, hits, frozen=getattr(objective, "head_alone", False))
+            if hits is not None:
+                micro.batch.extra["hits"] = micro.scatter(hits)
+            if getattr(objective, "needs_values", False):
+                micro.batch.extra["new_values"] = micro.scatter(given.values)
+        entropy = micro.scatter(given.entropy) if wanted != "none" else None
+        found = objective.loss(micro.batch, micro.scatter(given.logprobs), entropy)
         terms = {
             name: objective.reduce(term, micro.batch, denominators.get(name, denominators[""]))
             for name, term in found.terms.items()
         }
-        return values, found, terms, entropy
+        return given.logprobs, found, terms, entropy
 
     def _places(self, batch: TokenBatch, sequences: Tensor) -> Tensor:
         """Flat places of the trained tokens of some sequences, in order."""
@@ -278,6 +376,11 @@ class _Totals:
                 self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
             else:
                 self._sum(name, picked.sum() / trained)
+
+    def add_term(self, name: str, term: Tensor) -> None:
+        """A term that is no sum over micro-batches."""
+        self._sum(f"loss/{name}", term)
+        self._sum("loss", term)
 
     def mismatch(self, logprobs: Tensor, micro: MicroBatch, trained: int) -> None:
         """How far the sampler's log-probabilities are from the trainer's, for the same weights."""
