@@ -10,6 +10,7 @@ import copy
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,45 @@ def recorded(path: str = "rollouts.jsonl", **changes: Any) -> dict[str, Any]:
     return found
 
 
+TOOLS = {
+    "kind": "tools",
+    "tools": [{"kind": "function", "path": "tiny_worlds:twice"}],
+    "style": "tag",
+    "opening": "[",
+    "closing": "]",
+}
+
+
+def tools(**changes: Any) -> dict[str, Any]:
+    """A recipe whose policy calls a tool by chance: `[...]`."""
+    found = recipe(
+        **{
+            "model.create.characters": "12+[]",
+            "model.create.context": 96,
+            "data.train": {"path": "ones.jsonl"},
+            "rollout.group_size": 16,
+            "rollout.max_new_tokens": 8,
+            "environment": TOOLS,
+        }
+    )
+    for key, value in changes.items():
+        put(found, key, value)
+    return found
+
+
+def asked_settings() -> dict[str, Any]:
+    return {
+        "environment": {"kind": "python", "factory": "tiny_worlds:Asks"},
+        "rollout.max_new_tokens": 12,
+        "rewards.verifiers": [{"kind": "environment"}],
+    }
+
+
+def asked(**changes: Any) -> dict[str, Any]:
+    """A recipe with an environment of one's own, which gives the rewards."""
+    return recipe(**{**asked_settings(), **changes})
+
+
 DISTILLED = {"model": {"path": "first"}, "supervised.teachers": [{"path": "second"}]}
 METHODS = ("sft", "dpo", "cdpo", "simpo", "kto", "reward_model", "process_reward")
 
@@ -204,9 +244,12 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "overlong": lambda: recipe(**{"algorithm.overlong.penalty": 1.0}),
     "half weight": lambda: recipe(**{"algorithm.correction": {"kind": "truncate", "high": 0.5}}),
-    # Under bfloat16 the sampler and the trainer do not agree on a log-probability.
-    "rounded": lambda: recipe(
-        **{"model.dtype": "bfloat16", "algorithm.correction": {"kind": "truncate", "high": 2.0}}
+    # The log-probabilities that the file has are not those of the policy.
+    "other sampler": lambda: recorded(
+        **{
+            "offline.columns.logprobs": "other_logprobs",
+            "algorithm.correction": {"kind": "truncate", "high": 2.0},
+        }
     ),
     "falling": lambda: recipe(**{"training.optimizer.schedule": "linear"}),
     "warmup": lambda: recipe(warmup=WARMUP),
@@ -227,6 +270,35 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "distilled from a file": lambda: examples(
         "distillation", **{"model": {"path": "first"}, "supervised.targets": "targets.parquet"}
     ),
+    "tools": tools,
+    "calculator": lambda: tools(**{"environment.tools": [{"kind": "calculator"}]}),
+    "texts": lambda: tools(**{"environment.tools": [{"kind": "retrieval", "folder": "texts", "passage_words": 4}]}),
+    "server": lambda: tools(**{"environment.tools": [{"kind": "mcp", "command": [sys.executable, "server.py"]}]}),
+    "dawdling": lambda: tools(**{"environment.tools": [{"kind": "function", "path": "tiny_worlds:dawdles"}]}),
+    "calls": lambda: recipe(
+        **{
+            "model": {"path": "caller"},
+            "data.train": {"path": "ones.jsonl"},
+            "rollout.group_size": 16,
+            "rollout.max_new_tokens": 12,
+            "environment": {"kind": "tools", "tools": [{"kind": "calculator"}], "style": "hermes"},
+        }
+    ),
+    "asked": asked,
+    "asked slowly": lambda: asked(**{"environment.arguments": {"pause": 0.2}}),
+    "penalised": lambda: tools(
+        **{
+            "rewards.verifiers": [{"kind": "environment"}, {"kind": "python", "function": "tiny_rewards:spread"}],
+            "environment.malformed_penalty": 0.5,
+        }
+    ),
+    "forgetful": lambda: asked(
+        model={"path": "forgetful"}, **{"data.render": "chat", "rewards.verifiers": [{"kind": "environment"}]}
+    ),
+    "forgetful tools": lambda: tools(
+        **{"model": {"path": "forgetful"}, "data.render": "chat", "environment.opening": "+", "environment.closing": "="}
+    ),
+    "judged environment": lambda: judged({"kind": "environment"}, **asked_settings()),
     "conversations": lambda: examples("sft", model={"path": "chat"}),
     "often saved": lambda: recipe(**{"checkpoint.every": 1}),
     **{
@@ -392,10 +464,10 @@ TABLE: dict[str, Case] = {
     "algorithm.overlong.penalty": Case(1.0),
     "algorithm.overlong.buffer": Case(3, context="overlong"),
     "algorithm.correction.kind": Case("mask", context="half weight"),
-    "algorithm.correction.level": Case("sequence", context="rounded"),
-    "algorithm.correction.low": Case(1.0, context="rounded"),
-    "algorithm.correction.high": Case(0.3, context="rounded"),
-    "algorithm.correction.veto": Case(0.9999, context="rounded"),
+    "algorithm.correction.level": Case("sequence", context="other sampler"),
+    "algorithm.correction.low": Case(1.0, context="other sampler"),
+    "algorithm.correction.high": Case(0.3, context="other sampler"),
+    "algorithm.correction.veto": Case(0.9999, context="other sampler"),
     "algorithm.correction.off_policy": Case(0.0, context="off-policy"),
     "rollout.groups_per_step": Case(2),
     "rollout.group_size": Case(3),
@@ -463,6 +535,41 @@ TABLE: dict[str, Case] = {
     "supervised.top_k": Case(2, context="distilled"),
     "supervised.temperature": Case(3.0, context="distilled"),
     "supervised.cross_entropy_weight": Case(0.5, context="distilled"),
+    "environment[tools].kind": Case({"kind": "python", "factory": "tiny_worlds:Asks"}, context="tools"),
+    "environment[tools].max_turns": Case(1, context="tools"),
+    "environment[tools].max_turn_tokens": Case(3, context="tools"),
+    "environment[tools].max_tokens": Case(6, context="tools"),
+    "environment[tools].step_timeout": Case(0.01, "outcome", "dawdling", says="the environment failed in"),
+    "environment[tools].episode_timeout": Case(0.01, "outcome", "dawdling", says="the environment failed in"),
+    "environment[tools].keep_history": Case(True, context="forgetful tools"),
+    "environment[python].kind": Case(TOOLS, context="asked"),
+    "environment[python].max_turns": Case(1, context="asked"),
+    "environment[python].max_turn_tokens": Case(2, context="asked"),
+    "environment[python].max_tokens": Case(4, context="asked"),
+    "environment[python].step_timeout": Case(0.01, "outcome", "asked slowly", says="the environment failed in"),
+    "environment[python].episode_timeout": Case(0.01, "outcome", "asked slowly", says="the environment failed in"),
+    "environment[python].keep_history": Case(True, context="forgetful"),
+    "environment[tools].tools[calculator].kind": Case({"kind": "function", "path": "tiny_worlds:twice"}, context="calculator"),
+    "environment[tools].tools[function].kind": Case({"kind": "calculator"}, context="tools"),
+    "environment[tools].tools[function].path": Case("tiny_worlds:backwards", context="tools"),
+    "environment[tools].tools[retrieval].kind": Case({"kind": "calculator"}, context="texts"),
+    "environment[tools].tools[retrieval].folder": Case("other-texts", context="texts"),
+    "environment[tools].tools[retrieval].top": Case(1, context="texts"),
+    "environment[tools].tools[retrieval].passage_words": Case(1, context="texts"),
+    "environment[tools].tools[mcp].kind": Case({"kind": "calculator"}, context="server"),
+    "environment[tools].tools[mcp].command": Case([sys.executable, "server.py", "other"], context="server"),
+    "environment[tools].tools[mcp].url": Case("http://localhost:1", "refused", "server", says="either `command` or `url`"),
+    "environment[tools].style": Case("hermes", "refused", "tools", says="`opening` and `closing` are for"),
+    "environment[tools].opening": Case("1", context="tools"),
+    "environment[tools].closing": Case("+", context="tools"),
+    "environment[tools].result": Case("1{result}2", context="tools"),
+    "environment[tools].malformed_penalty": Case(2.0, "rewards", "penalised"),
+    "environment[tools].max_calls": Case(1, context="calls"),
+    "environment[tools].call_timeout": Case(0.01, context="dawdling"),
+    "environment[tools].max_result_characters": Case(1, context="tools"),
+    "environment[python].factory": Case("tiny_worlds:Insists", context="asked"),
+    "environment[python].arguments": Case({"text": "2"}, context="asked"),
+    **of_a_verifier("environment", "asked", RARELY),
     "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
     "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
     "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
@@ -478,6 +585,7 @@ TABLE: dict[str, Case] = {
     **of_a_judge("regex", NUMERIC, {"pattern": "[5-9]"}),
     **of_a_judge("format", NUMERIC, {"tags": ["a", "b"]}),
     **of_a_judge("python", RARELY, {"function": "tiny_rewards:first_digit", "arguments": {"scale": 2.0}}),
+    **of_a_judge("environment", RARELY, {}),
     **of_a_judge("reward_model", RARELY, {"path": "judge-2", "render": "chat"}),
     "evaluation.verifiers[reward_model].device": Case(
         "mps" if torch.cuda.is_available() else "cuda", "refused", "judged reward_model", says="there is no (cuda|mps)"
@@ -514,6 +622,21 @@ class Own(PolicyGradient):
 
     def rewards(self, batch):
         return super().rewards(batch) ** self.strength
+"""
+
+
+SERVER = """
+import sys
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("words")
+
+@server.tool()
+def say(text: str) -> str:
+    "Says something."
+    return "2" if len(sys.argv) > 1 else text + "1"
+
+server.run("stdio")
 """
 
 
@@ -559,6 +682,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ],
     )
     (folder / "own_algorithm.py").write_text(OWN)
+    (folder / "server.py").write_text(SERVER)
+    write_rows(folder / "ones.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "11", "answer": "2"}])
+    for name, word in (("texts", "1 2 1 2 1 2"), ("other-texts", "2 2 1 1 1 2")):
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text(f"{word}\n\n1 1 2 2")
     _datasets(folder, rows, others)
     _models(folder)
     patch = pytest.MonkeyPatch()
@@ -617,8 +745,17 @@ def _models(folder: Path) -> None:
     from strop.models.scalar import with_scalar_head
 
     settings = NewModel(characters="0123456789+=u:", hidden_size=32, layers=1, heads=2, context=48)
-    for seed, name in enumerate(("first", "second", "chat", "code")):
+    for seed, name in enumerate(("first", "second", "chat", "code", "forgetful", "caller")):
         model, tokenizer = create_model(settings, seed=seed)
+        if name == "caller":
+            tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+            model.resize_token_embeddings(len(tokenizer))
+        if name == "forgetful":
+            # Of what the policy said, only the end is left once it is history.
+            tokenizer.chat_template = (
+                "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'u:' + m['content'] }}{% else %}"
+                "{{ m['content'].split('+')[-1] }}{% endif %}{% endfor %}"
+            )
         if name == "chat":
             tokenizer.chat_template = "{% for m in messages %}{{ 'u:' + m['content'] }}{% endfor %}"
         save_model(model, tokenizer, folder / name)
@@ -664,12 +801,18 @@ def base_of(context: str, capture: Callable[[], str]) -> Seen:
 
 def changed(leaf: str, case: Case) -> dict[str, Any]:
     data = CONTEXTS[case.context]()
-    key = re.sub(r"\[\w*\]", ".0", leaf)
+    key = re.sub(
+        r"\[\w*\]",
+        ".0",
+        leaf.replace("environment[tools]", "environment").replace("environment[python]", "environment"),
+    )
     # A verifier of another kind has other keys, so the whole entry is replaced.
     put(
         data,
         key.removesuffix(".kind")
-        if leaf.startswith(("rewards.", "evaluation.")) and isinstance(case.new, dict) and leaf.endswith(".kind")
+        if leaf.startswith(("rewards.", "evaluation.", "environment."))
+        and isinstance(case.new, dict)
+        and leaf.endswith(".kind")
         else key,
         case.new,
     )

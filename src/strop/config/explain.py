@@ -1,7 +1,7 @@
 """Walks over the configuration schema: what each key is, in words.
 
-Keys are written as in an override, `training.optimizer.learning_rate`. A key of one kind of list entry is written with
-the kind in brackets, `rewards.verifiers[numeric].tolerance`.
+Keys are written as in an override, `training.optimizer.learning_rate`. A key of one kind of section or list entry is
+written with the kind in brackets, `rewards.verifiers[numeric].tolerance`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def find(key: str) -> Place | None:
     wanted = [part for part in re.split(r"[.\[\]]+", key) if part and not part.isdigit()]
     found = [place for place in places() if _spellings(place.path, wanted)]
     if not found and len(wanted) > 1 and (above := find(".".join(wanted[:-1]))):
-        entries = {kind: model for item in items_of(above.annotation) for model, kind in kinds_of(item)}
+        lists = items_of(above.annotation) or [above.annotation]
+        entries = {kind: model for item in lists for model, kind in kinds_of(item)}
         model = entries.get(wanted[-1])
         return None if model is None else Place(f"{above.path}[{wanted[-1]}]", model, None, _text(model.__doc__), True)
     if len(found) < 2:
@@ -134,7 +135,8 @@ def _same_key_of(found: list[Place]) -> Place:
     """One place for a key that several kinds of list entries have."""
     first = found[0]
     section = next(place for place in places() if place.path == first.path.split("[")[0])
-    every = [kind for item in items_of(section.annotation) for _, kind in kinds_of(item)]
+    lists = items_of(section.annotation) or [section.annotation]
+    every = [kind for item in lists for _, kind in kinds_of(item)]
     kinds = [kind for place in found for kind in re.findall(r"\[(\w+)\]", place.path)]
     annotations = list(dict.fromkeys(place.annotation for place in found))
     descriptions = dict(zip(kinds, (place.description for place in found), strict=True))
@@ -187,8 +189,10 @@ def _walk(prefix: str, model: type[StrictModel], instance: StrictModel | None) -
         required = field.is_required() and instance is None
         path = f"{prefix}.{name}" if prefix else name
         yield Place(path, annotation, None if required else default, _text(field.description), required)
-        for member in models_of(annotation):
-            yield from _walk(path, member, default if isinstance(default, member) else None)
+        members = kinds_of(annotation)
+        for member, kind in members:
+            place = path if len(members) == 1 else f"{path}[{kind}]"
+            yield from _walk(place, member, default if isinstance(default, member) else None)
         for item in items_of(annotation):
             for member, kind in kinds_of(item):
                 yield from _walk(f"{path}[{kind}]", member, None)
@@ -311,9 +315,11 @@ def _spellings(path: str, wanted: list[str]) -> bool:
 
 
 def _tables(place: Place) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    for model in models_of(place.annotation):
+    members = kinds_of(place.annotation)
+    for model, kind in members:
         instance = place.default if isinstance(place.default, model) else None
-        yield "keys:", _rows(model, instance)
+        title = "keys:" if len(members) == 1 else f"kind: {kind}   {_text(model.__doc__)}"
+        yield title, _rows(model, instance)
     for item in items_of(place.annotation):
         for model, kind in kinds_of(item):
             title = f"kind: {kind}" if kind else "keys of an entry:"

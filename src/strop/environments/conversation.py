@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.data.rendering import Message, Renderer
+from strop.errors import DataError
 
 # A content that no template changes and no text holds.
 MARK = "\ue000strop\ue001"
@@ -112,7 +113,14 @@ class Conversation:
             found = self._behind(text)
         else:
             text = self._after(messages)
-            found = self._rewritten(messages, text) or self._behind(text)
+            rewritten = self._rewritten(messages, text)
+            if rewritten is None and text is None:
+                raise DataError(
+                    "the chat template leaves the policy's turn out once another message follows",
+                    where=self._where,
+                    mend="set environment.keep_history: false",
+                )
+            found = rewritten or self._behind(text or "")
         self._messages += messages
         return found
 
@@ -129,27 +137,29 @@ class Conversation:
             return ids[1:]
         return ids
 
-    def _after(self, messages: Sequence[Message]) -> str:
-        """What the template puts behind the content of the policy's last turn, up to where its next one begins."""
+    def _after(self, messages: Sequence[Message]) -> str | None:
+        """What the template puts behind the content of the policy's last turn, up to where its next one begins; None
+        where it leaves the content out."""
         past = [*self._messages[:-1], {"role": "assistant", "content": MARK}]
-        marked = self._renderer.chat(past, self._where)
-        ending = marked[marked.rindex(MARK) + len(MARK) :]
-        whole = self._renderer.chat([*past, *messages], self._where, generation=True)
         if "tool_calls" not in self._messages[-1]:
-            return whole[whole.rindex(MARK) + len(MARK) :]
+            whole = self._renderer.chat([*past, *messages], self._where, generation=True)
+            return whole[whole.rindex(MARK) + len(MARK) :] if MARK in whole else None
         # Templates want calls to stand in a field of their own, and write them in their own way: only what they put
         # behind the turn is taken from there.
+        marked = self._renderer.chat(past, self._where)
+        ending = marked[marked.rindex(MARK) + len(MARK) :]
         plain = self._renderer.chat(self._messages, self._where)
         whole = self._renderer.chat([*self._messages, *messages], self._where, generation=True)
         return ending + whole[len(plain) :]
 
-    def _rewritten(self, messages: Sequence[Message], after: str) -> Continuation | None:
+    def _rewritten(self, messages: Sequence[Message], after: str | None) -> Continuation | None:
         """The continuation of a history that the template renders in another way now; None where it does not."""
         if self._keep_history or any("tool_calls" in message for message in self._messages):
             return None
         whole = self._renderer.chat([*self._messages, *messages], self._where, generation=True)
         done, same = 0, 0
-        for piece in [*self._pieces, _Piece(after, None, written=False)]:
+        new = [] if after is None else [_Piece(after, None, written=False)]
+        for piece in [*self._pieces, *new]:
             # White space that a template trims at the edges of a turn is no other history.
             texts = [piece.text, piece.text.strip()] if piece.written else [piece.text]
             fitting = [text for text in texts if whole.startswith(text, done)]

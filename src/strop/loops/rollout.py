@@ -170,6 +170,7 @@ class _Sampler:
         from strop.rollout.admission import Admission
         from strop.rollout.collector import Collector
         from strop.rollout.engine import SampleSettings
+        from strop.rollout.player import Player
 
         rollout = prepared.config.rollout
         self.prepared = prepared
@@ -181,7 +182,7 @@ class _Sampler:
         self.engine = assembly.make_engine(prepared, self.roles)
         self.stream = assembly.make_stream(prepared)
         self.collector = Collector(
-            assembly.make_player(prepared, self.roles, self.engine),
+            Player(self.engine, self.roles.tokenizer),
             prepared.scorer,
             lambda: self.stream.next()[0],
             settings=SampleSettings(rollout.max_new_tokens, rollout.temperature, tuple(rollout.stop)),
