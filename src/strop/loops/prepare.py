@@ -107,7 +107,7 @@ def prepare(config: Config) -> Prepared:
 
 
 def _check_others(config: Config, facts: ModelFacts, shown: PromptDataset | None, longest: int) -> None:
-    """See that the warm-up has answers to show, and that teachers and critic fit the policy, where they are asked for."""
+    """See that the warm-up has answers to show, and that teachers and critic fit the policy."""
     if config.warmup is not None:
         from strop.loops.warmup import check_answers
 
