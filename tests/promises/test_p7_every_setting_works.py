@@ -204,9 +204,9 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "overlong": lambda: recipe(**{"algorithm.overlong.penalty": 1.0}),
     "half weight": lambda: recipe(**{"algorithm.correction": {"kind": "truncate", "high": 0.5}}),
-    # Under bfloat16 the sampler and the trainer do not agree on a log-probability.
-    "rounded": lambda: recipe(
-        **{"model.dtype": "bfloat16", "algorithm.correction": {"kind": "truncate", "high": 2.0}}
+    # The log-probabilities that the file has are not those of the policy.
+    "other sampler": lambda: recorded(
+        **{"offline.columns.logprobs": "other_logprobs", "algorithm.correction": {"kind": "truncate", "high": 2.0}}
     ),
     "falling": lambda: recipe(**{"training.optimizer.schedule": "linear"}),
     "warmup": lambda: recipe(warmup=WARMUP),
@@ -392,10 +392,10 @@ TABLE: dict[str, Case] = {
     "algorithm.overlong.penalty": Case(1.0),
     "algorithm.overlong.buffer": Case(3, context="overlong"),
     "algorithm.correction.kind": Case("mask", context="half weight"),
-    "algorithm.correction.level": Case("sequence", context="rounded"),
-    "algorithm.correction.low": Case(1.0, context="rounded"),
-    "algorithm.correction.high": Case(0.3, context="rounded"),
-    "algorithm.correction.veto": Case(0.9999, context="rounded"),
+    "algorithm.correction.level": Case("sequence", context="other sampler"),
+    "algorithm.correction.low": Case(1.0, context="other sampler"),
+    "algorithm.correction.high": Case(0.3, context="other sampler"),
+    "algorithm.correction.veto": Case(0.9999, context="other sampler"),
     "algorithm.correction.off_policy": Case(0.0, context="off-policy"),
     "rollout.groups_per_step": Case(2),
     "rollout.group_size": Case(3),

@@ -19,7 +19,7 @@ from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
 from strop.loops.prepare import Prepared
 from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
-from strop.loops.teacher import Teachers, check_same_teachers, load_teacher
+from strop.loops.teacher import Teachers, load_teacher
 from strop.loops.warmup import warmup_steps
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
@@ -227,7 +227,6 @@ class Run(BaseRun):
         return roles, {"teacher": load_teacher(prepared, roles)}
 
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        check_same_teachers(self.teacher, state.get("teachers"))
         self.stream.load(state["prompts"])
         self.collector.admission.started = int(state["started_groups"])
         await self.take_back_weights(checkpoint, state)
@@ -246,7 +245,6 @@ class Run(BaseRun):
             "prompts": self.stream.state(),
             "started_groups": self.collector.admission.started,
             "trainer": self.trainer.save(folder / "state"),
-            "teachers": None if self.teacher is None else list(self.teacher.fingerprints),
             "critic": None if self.critic is None else self.critic.save(folder / "state" / "critic"),
         }
 

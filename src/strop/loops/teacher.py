@@ -14,7 +14,7 @@ from strop.algorithms.distillation import mixture
 from strop.config import Config
 from strop.config.model import ModelSettings
 from strop.config.teachers import TeacherSettings
-from strop.errors import ModelError, UserError
+from strop.errors import ModelError
 from strop.models.attention import running
 from strop.models.forward import check_forward, packed_hidden, packed_logprobs
 from strop.models.load import ModelFacts, inspect_model, load_model
@@ -170,19 +170,6 @@ def load_teachers(
         budget=budget(models[0]),
         chunk=config.training.logprob_chunk,
     )
-
-
-def check_same_teachers(teachers: Teachers | None, fingerprints: Sequence[str] | None) -> None:
-    """Raise UserError if a run that goes on would learn from other teachers than before its checkpoint."""
-    if teachers is None or fingerprints is None:
-        return
-    for name, mine, before in zip(teachers.names, teachers.fingerprints, fingerprints, strict=True):
-        if mine != before:
-            raise UserError(
-                f"the teacher {name} has changed since the run's checkpoint",
-                where="algorithm.teacher",
-                mend="bring back what it was to go on with this run, or start a new one with --fresh",
-            )
 
 
 def vocabulary_of(tokenizer: Any) -> int:
