@@ -41,7 +41,8 @@ class Objective(Protocol):
     never divided between micro-batches. And `needs_hits`: `batch.extra["hits"]` [T] is then 1 where the model's most
     likely token is the trained one, and 0 elsewhere. And `logs_entropy`, False where nobody asks how certain the model
     is. And `needs_values`: `batch.extra["new_values"]` [T] is then what a value head on the same backbone gives, with a
-    graph; with `head_alone` nothing but this head has a gradient.
+    graph; with `head_alone` nothing but this head has a gradient. And `counts_alike`, True where the loss has the same
+    gradient to the log-probability of every trained token, which saves a pass over the output head.
     """
 
     needs_entropy: bool

@@ -25,6 +25,7 @@ class _Head:
     chunk: int
     entropy: Entropy
     hits: Tensor | None = None
+    even: bool = False
 
     def spans(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self.chunk):
@@ -36,7 +37,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     The gradient of a chunk's logits is written over its probabilities, so one chunk of logits is all that ever exists.
     With a frozen head the unit gradient of each row is taken in the forward pass, while its probabilities are there:
-    the backward pass then only scales it.
+    the backward pass then only scales it. So is, where all rows are said to count alike, the gradient of the head.
     """
 
     @staticmethod
@@ -53,8 +54,10 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy = torch.zeros(count, dtype=torch.float32, device=hidden.device)
         normalizer = torch.empty(count, dtype=torch.float32, device=hidden.device)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        frozen = want_hidden and not (want_weight or want_bias) and head.entropy != "graph" and head.softcap is None
-        unit = torch.empty_like(hidden) if frozen else None
+        early = want_hidden and head.entropy != "graph" and head.softcap is None
+        frozen = early and not (want_weight or want_bias)
+        summed = _Summed(weight, bias if want_bias else None) if early and head.even and want_weight else None
+        unit = torch.empty_like(hidden) if frozen or summed is not None else None
         for span in head.spans(count):
             logits = _logits(hidden[span], weight, bias, head.softcap).div_(head.temperature)
             lse = torch.logsumexp(logits, -1)
@@ -73,16 +76,19 @@ class _LinearLogprobs(torch.autograd.Function):
                 if unit is not None:
                     grad = probabilities.neg_()
                     grad.scatter_add_(1, targets[span, None], torch.ones_like(lse[:, None]))
-                    torch.mm(grad.div_(head.temperature).to(hidden.dtype), weight, out=unit[span])
+                    grad = grad.div_(head.temperature).to(hidden.dtype)
+                    torch.mm(grad, weight, out=unit[span])
+                    if summed is not None:
+                        summed.add(grad, hidden[span])
                     del grad
                 del probabilities
             # A chunk that is still held when the next one is made would double the peak.
             logits = None  # type: ignore[assignment]
-        if unit is not None:
+        if frozen:
             ctx.save_for_backward(unit)
         else:
-            ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.head, ctx.frozen = head, frozen
+            ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, unit)
+        ctx.head, ctx.frozen, ctx.summed = head, frozen, summed
         if head.entropy != "graph":
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -92,13 +98,14 @@ class _LinearLogprobs(torch.autograd.Function):
         if ctx.frozen:
             (unit,) = ctx.saved_tensors
             return (unit * grad_logprobs[:, None].to(unit.dtype), None, None, None, None)
-        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer, entropy, unit = ctx.saved_tensors
+        if ctx.summed is not None and bool((grad_logprobs == grad_logprobs[:1]).all()):
+            scaled, ctx.summed = ctx.summed.times(grad_logprobs[:1].sum()), None
+            return (unit * grad_logprobs[:, None].to(unit.dtype), *scaled, None, None)
         head: _Head = ctx.head
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden) if want_hidden else None
-        # float32 even under bfloat16 compute: many chunks add up here.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
+        sums = _Summed(weight, bias if want_bias else None) if want_weight or want_bias else None
         for span in head.spans(hidden.shape[0]):
             x = hidden[span]
             logits = _logits(x, weight, bias, head.softcap)
@@ -117,21 +124,36 @@ class _LinearLogprobs(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[span])
-            if grad_weight is not None:
-                if grad_weight.dtype == grad.dtype:
-                    grad_weight.addmm_(grad.t(), x)
-                else:
-                    grad_weight += grad.t() @ x
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
+            if sums is not None:
+                sums.add(grad, x)
             del logits, log_p, bend, grad
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        grad_weight, grad_bias = (None, None) if sums is None else sums.times(None)
+        return grad_hidden, grad_weight if want_weight else None, grad_bias, None, None
+
+
+class _Summed:
+    """Gradients of the head's weight and bias, added up over chunks; float32 even under bfloat16 compute."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = torch.zeros_like(weight, dtype=torch.float32)
+        self.bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        self.dtypes = weight.dtype, None if bias is None else bias.dtype
+
+    def add(self, grad: Tensor, hidden: Tensor) -> None:
+        """grad: [n, V] of the logits. hidden: [n, H]."""
+        if self.weight.dtype == grad.dtype:
+            self.weight.addmm_(grad.t(), hidden)
+        else:
+            self.weight += grad.t() @ hidden
+        if self.bias is not None:
+            self.bias += grad.sum(0, dtype=torch.float32)
+
+    def times(self, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(of the weight, of the bias), multiplied in place."""
+        found = [x if factor is None or x is None else x.mul_(factor) for x in (self.weight, self.bias)]
+        of_weight, of_bias = (None if x is None else x.to(d) for x, d in zip(found, self.dtypes, strict=True))
+        assert of_weight is not None
+        return of_weight, of_bias
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
@@ -152,6 +174,7 @@ def linear_logprobs(
     chunk: int = 512,
     entropy: Entropy = "none",
     hits: Tensor | None = None,
+    even: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of each distribution.
 
@@ -164,6 +187,8 @@ def linear_logprobs(
         chunk: rows whose logits exist at a time.
         entropy: also give the entropy of each distribution, in nats, without or with a graph; zeros otherwise.
         hits: [N], filled with 1 where the target is the most likely token and 0 elsewhere.
+        even: all rows are expected to count alike in the loss, as in a mean: logits are then not computed twice. Where
+            they do not, the gradient is right all the same.
 
     Returns:
         (logprobs [N] float32, differentiable; entropy [N] float32, differentiable if it is asked for as "graph").
@@ -173,7 +198,7 @@ def linear_logprobs(
     # Equal chunks: a last chunk of a few rows would pay for a whole pass over the head.
     pieces = max(1, -(-hidden.shape[0] // chunk))
     size = max(1, -(-hidden.shape[0] // pieces))
-    return _LinearLogprobs.apply(hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits))
+    return _LinearLogprobs.apply(hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits, even))
 
 
 def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None, float | None]:
