@@ -271,7 +271,7 @@ def test_gkd_learns_the_teachers_whole_distribution() -> None:
     assert steps[0]["kl/teacher"] == pytest.approx(gap / count, rel=1e-4)
     assert steps[0]["distillation/coverage"] == pytest.approx(1.0)
     assert steps[-1]["distillation/divergence"] < steps[0]["distillation/divergence"] / 4
-    assert steps[-1]["distillation/agreement"] > steps[0]["distillation/agreement"] + 0.3
+    assert steps[-1]["distillation/agreement"] > max(0.97, steps[0]["distillation/agreement"])
     assert all(not record.advantages.any() for record in episodes_of(folder))
 
 
@@ -326,6 +326,10 @@ def test_gkd_resumes_bit_for_bit_and_does_not_depend_on_the_cut() -> None:
     parts, again = run(fresh=False, **{**changes, "run.steps": 4, "run.name": "parts"})
     assert weights_of(whole) == weights_of(parts)
     assert again == steps
+    teachers_of(5, 7)
+    with pytest.raises(UserError, match=r"is another one now .*teacher-1"):
+        run(fresh=False, **{**changes, "run.steps": 5, "run.name": "parts"})
+    teachers_of(5, 6)
     _, cut = run(**{**changes, "run.steps": 1, "training.tokens_per_micro_batch": 1, "training.logprob_chunk": 3})
     for name in ("loss", "grad_norm", "distillation/divergence"):
         assert cut[0][name] == pytest.approx(steps[0][name], rel=1e-3)

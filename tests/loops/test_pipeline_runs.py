@@ -353,6 +353,8 @@ def test_commands_take_a_pipelines_folder_for_its_last_stage(stop_at: Any) -> No
     stop_at(None)
     model = train(pipeline()).model
     assert resolve_model(str(FOLDER)) == model
+    # What only training asked is not needed any more.
+    (FOLDER / "judge").rename("gone")
     scored = run("eval", str(FOLDER))
     assert scored.exit_code == 0, scored.output
     assert "completions        6" in scored.stdout

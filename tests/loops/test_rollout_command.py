@@ -131,6 +131,15 @@ def test_of_a_run_a_checkpoint_can_be_named() -> None:
     assert [row["completion"] for row in before] == sampled
 
 
+def test_of_a_run_whose_data_has_no_answers() -> None:
+    """Its own recipe has every default written out, the name of the answer column too."""
+    Path("rows.jsonl").write_text('{"prompt": "1+2="}\n' * 4)
+    train(config(**{"data.train": {"path": "rows.jsonl"}, "run.name": "r"}))
+    run("rollout", "runs/r", "--out", "out.jsonl")
+    assert {row["answer"] for row in rows("out.jsonl")} == {None}
+    assert run("replay", "runs/r", "--step", "1").exit_code == 0
+
+
 def test_for_remax_the_most_likely_completion_is_there_too() -> None:
     found = rollout(config(**{"algorithm.name": "remax", "rollout.group_size": 2}), "out.jsonl", prompts=3)
     written = rows("out.jsonl")

@@ -159,7 +159,11 @@ def examples(method: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", Method.__args__)  # type: ignore[attr-defined]
 def test_every_score_that_can_be_named_is_given_and_no_other(method: str) -> None:
-    config = load_config(None, ["run.steps=1"], data=examples(method))
+    data = examples(method)
+    if method == "distillation":
+        teacher = strop.train(load_config(None, ["run.steps=1", "run.name=teacher"], data=examples("sft")))
+        data["supervised"]["teachers"] = [{"path": str(teacher.model)}]
+    config = load_config(None, ["run.steps=1"], data=data)
     summary = strop.train(config)
     assert sorted(summary.after) == sorted(scores_of(config))
 

@@ -235,3 +235,53 @@ def test_peak_memory_is_at_most_a_third_of_whole_logits(
     assert chunked <= 4 * (4 * chunk * vocabulary + 2 * (rows + vocabulary) * width) + (64 << 20)
     for ours, theirs in zip(*(torch.load(file) for file in files), strict=True):
         assert close(ours, theirs)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 512])
+@pytest.mark.parametrize("entropy", ["none", "value", "graph"])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("softcap", [None, 2.5])
+def test_rows_that_are_said_to_count_alike_have_the_same_gradients(
+    chunk: int, entropy: str, alike: bool, softcap: float | None
+) -> None:
+    """Also where they do not, and where the gradient cannot be taken early."""
+    hidden, weight, bias, targets = inputs()
+    up = torch.full((ROWS,), -0.25) if alike else torch.linspace(-1, 2, ROWS)
+    found = []
+    for even in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        logprobs, _ = linear_logprobs(
+            leaves[0],
+            leaves[1],
+            targets,
+            bias=leaves[2],
+            temperature=0.7,
+            softcap=softcap,
+            chunk=chunk,
+            entropy=entropy,  # type: ignore[arg-type]
+            even=even,
+        )
+        (logprobs * up).sum().backward(retain_graph=True)
+        once = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+        (logprobs * up).sum().backward()
+        assert all(close(leaf.grad, 2 * first) for leaf, first in zip(leaves, once, strict=True))
+        found.append((logprobs, once))
+    (plainly, expected), (evenly, gradients) = found
+    assert torch.equal(plainly, evenly)
+    assert all(close(a, b, 1e-6) for a, b in zip(gradients, expected, strict=True))
+
+
+def test_logits_are_made_once_where_rows_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    from strop.models import logprobs as module
+
+    calls: list[int] = []
+    logits = module._logits
+    monkeypatch.setattr(module, "_logits", lambda *arguments: (calls.append(1), logits(*arguments))[1])
+    for even, count in ((False, 6), (True, 3)):
+        hidden, weight, bias, targets = inputs()
+        leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+        found, _ = linear_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], chunk=3, even=even)
+        calls.clear()
+        found, _ = linear_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], chunk=3, even=even)
+        found.mean().backward()
+        assert len(calls) == count

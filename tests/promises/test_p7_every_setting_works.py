@@ -246,10 +246,7 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "half weight": lambda: recipe(**{"algorithm.correction": {"kind": "truncate", "high": 0.5}}),
     # The log-probabilities that the file has are not those of the policy.
     "other sampler": lambda: recorded(
-        **{
-            "offline.columns.logprobs": "other_logprobs",
-            "algorithm.correction": {"kind": "truncate", "high": 2.0},
-        }
+        **{"offline.columns.logprobs": "other_logprobs", "algorithm.correction": {"kind": "truncate", "high": 2.0}}
     ),
     "falling": lambda: recipe(**{"training.optimizer.schedule": "linear"}),
     "warmup": lambda: recipe(warmup=WARMUP),

@@ -20,7 +20,13 @@ from safetensors.torch import load_file, save_file
 
 from strop.errors import RunFailure
 from strop.training import checkpoint
-from strop.training.checkpoint import latest_checkpoint, read_state, save_checkpoint
+from strop.training.checkpoint import (
+    best_checkpoints,
+    latest_checkpoint,
+    point_best,
+    read_state,
+    save_checkpoint,
+)
 
 
 def writer(step: int, size: int = 1000) -> Callable[[Path], dict[str, Any]]:
@@ -268,3 +274,49 @@ def test_state_that_is_not_json_is_a_failure_that_leaves_the_old_one(tmp_path: P
         save_checkpoint(tmp_path, 2, lambda _: {"bad": object()}, keep=1)
     assert holds(tmp_path, 1)
     assert json.loads((tmp_path / "step-000001" / "state" / "state.json").read_text())["step"] == 1
+
+
+# --- the best ------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_stay_beside_the_newest_and_the_pointer_names_the_first(tmp_path: Path) -> None:
+    ranking: list[int] = []
+    for step, place in ((1, 0), (2, 0), (3, 2), (4, 1), (5, 4)):
+        ranking.insert(place, step)
+        save_checkpoint(tmp_path, step, writer(step), keep=1, ranking=ranking, keep_best=2)
+    assert ranking == [2, 4, 1, 3, 5]
+    assert names(tmp_path) == ["best", "latest", "step-000002", "step-000004", "step-000005"]
+    assert (tmp_path / "best").read_text() == "step-000002\n"
+    assert holds(tmp_path, 5)
+    assert best_checkpoints(tmp_path, ranking, 9) == [2, 4, 5]
+    # One that is asked for no longer is pruned with the others, and the pointer never names what is not there.
+    save_checkpoint(tmp_path, 6, writer(6), keep=1)
+    assert names(tmp_path) == ["latest", "step-000006"]
+
+
+def test_a_step_that_is_to_be_saved_counts_among_those_that_are(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, writer(1), keep=1, ranking=[1], keep_best=1)
+    assert best_checkpoints(tmp_path, [2, 1], 1) == [1]
+    assert best_checkpoints(tmp_path, [2, 1], 1, planned=2) == [2]
+    assert best_checkpoints(tmp_path, [1, 2], 1, planned=2) == [1]
+
+
+def test_a_pointer_to_the_best_that_cannot_be_written_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, 1, writer(1), keep=1, ranking=[1], keep_best=1)
+    real = checkpoint._point
+
+    def failing(folder: Path, name: str, pointer: str) -> None:
+        if pointer == "best":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(folder, name, pointer)
+
+    monkeypatch.setattr(checkpoint, "_point", failing)
+    with pytest.raises(RunFailure, match="the disk is full"):
+        save_checkpoint(tmp_path, 2, writer(2), keep=1, ranking=[2, 1], keep_best=1)
+    assert holds(tmp_path, 2)
+    assert names(tmp_path) == ["best", "latest", "step-000001", "step-000002"]
+    monkeypatch.undo()
+    assert point_best(tmp_path, [2, 1], 1) == [2]
+    assert (tmp_path / "best").read_text() == "step-000002\n"

@@ -43,7 +43,8 @@ class Objective(Protocol):
     is. And `needs_targets`: the loss compares whole distributions, as `algorithms/targets.py` says; they are taken at
     `targets_temperature`, or without such an attribute at the trainer's.
     And `needs_values`: `batch.extra["new_values"]` [T] is then what a value head on the same backbone gives, with a
-    graph; with `head_alone` nothing but this head has a gradient.
+    graph; with `head_alone` nothing but this head has a gradient. And `counts_alike`, True where the loss has the same
+    gradient to the log-probability of every trained token, which saves a pass over the output head.
     """
 
     needs_entropy: bool

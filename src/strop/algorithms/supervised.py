@@ -28,6 +28,8 @@ class CrossEntropy(TokenMean):
     """Negative log-likelihood of the trained tokens."""
 
     needs_hits: ClassVar[bool] = True
+    logs_entropy: ClassVar[bool] = False
+    counts_alike: ClassVar[bool] = True
 
     def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
         return LossTerms({"nll": -logprobs}, {"token_accuracy": batch.extra["hits"]} if "hits" in batch.extra else {})

@@ -146,7 +146,8 @@ def _wrong_reference(key: str, path: str, mark: NamesModel, at: int, stages: Map
         return UserError(f"`{key}` names the stage {reference.stage!r}, and there is none of that name", mend=mend)
     if names.index(reference.stage) >= at:
         what = f"`{key}` names the stage {reference.stage!r}, which is not trained before this one"
-        return UserError(what, mend=f"put {reference.stage} before {names[at]}")
+        other = reference.stage != names[at]
+        return UserError(what, mend=f"put {reference.stage} before {names[at]}" if other else "name an earlier stage")
     made = stages[reference.stage]
     if reference.best and made.checkpoint.best is None:
         what = f"`{key}` asks for the best checkpoint of {reference.stage}, which keeps only its newest ones"

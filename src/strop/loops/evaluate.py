@@ -10,6 +10,7 @@ from itertools import islice
 
 from strop.config import Config
 from strop.config.model import ModelSettings
+from strop.config.training import CriticSettings
 from strop.data.prompts import Prompt, PromptDataset
 from strop.errors import UserError
 from strop.loops.event_loop import run_to_end
@@ -132,9 +133,10 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         settings = ModelSettings(path=model, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
         config = config.model_copy(update={"model": settings, "warmup": None})
     if config.rewards is not None:
-        # A reward model that only training asks need not be there.
+        # A reward model or a critic that only training asks need not be there.
         evaluation = config.evaluation.model_copy(update={"verifiers": None, "correct_at": 1.0})
-        config = config.model_copy(update={"rewards": held_out_rewards(config), "evaluation": evaluation})
+        parts = {"rewards": held_out_rewards(config), "evaluation": evaluation, "critic": CriticSettings()}
+        config = config.model_copy(update=parts)
     prepared = prepare(config)
     from strop.loops import assembly
 

@@ -22,6 +22,8 @@ BETTER = {
     "accuracy": "max",
     "reward": "max",
     "token_accuracy": "max",
+    "agreement": "max",
+    "divergence": "min",
     "margin": "max",
     "loss": "min",
     "perplexity": "min",
@@ -31,6 +33,7 @@ OF_COMPLETIONS = ("accuracy", "reward", "completion_length")
 OF_PAIRS = ("loss", "accuracy", "margin")
 OF_METHODS = {
     "sft": ("loss", "perplexity", "token_accuracy"),
+    "distillation": ("loss", "perplexity", "token_accuracy", "divergence", "agreement"),
     "kto": ("loss", "accuracy"),
     "process_reward": ("loss", "accuracy"),
 }

@@ -46,19 +46,17 @@ class TargetSource(Protocol):
 
 @dataclass(frozen=True)
 class AskedTargets:
-    """Teachers in memory are asked for each batch. k: tokens that are told apart. names, fingerprints: of each."""
+    """Teachers in memory are asked for each batch. k: tokens that are told apart."""
 
     teachers: Teachers
     k: int
-    names: Sequence[str]
-    fingerprints: Sequence[str]
 
     @property
     def fingerprint(self) -> str:
-        return " ".join(self.fingerprints)
+        return " ".join(self.teachers.fingerprints)
 
     def describe(self) -> str:
-        return ", ".join(self.names)
+        return ", ".join(self.teachers.names)
 
     def fill(self, batch: TokenBatch, rows: Sequence[ExampleRow]) -> None:
         self.teachers.fill_targets(batch, self.k)
@@ -104,17 +102,11 @@ def target_source(prepared: PreparedExamples, roles: Roles) -> TargetSource | No
         return None
     if prepared.stored is not None:
         return StoredTargets(prepared.stored, objective.top_k)
-    from strop.loops.teacher import load_teachers, named_teachers
+    from strop.loops.teacher import load_teachers
 
-    fingerprints: list[str] = []
-    teachers = load_teachers(
-        prepared,
-        temperature=objective.temperature,
-        budget=lambda _: roles.sizes.tokens_per_micro_batch,
-        fingerprints=fingerprints,
-    )
-    names = [teacher.path for teacher in named_teachers(prepared.config)[1]]
-    return AskedTargets(teachers, objective.top_k, names, fingerprints)
+    budget = roles.sizes.tokens_per_micro_batch
+    teachers = load_teachers(prepared, temperature=objective.temperature, budget=lambda _: budget)
+    return AskedTargets(teachers, objective.top_k)
 
 
 def check_unchanged(source: TargetSource | None, fingerprint: str | None) -> None:

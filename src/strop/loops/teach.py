@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
 from strop.errors import ConfigError, UserError
@@ -114,28 +114,26 @@ def _load(prepared: PreparedExamples) -> tuple[Teachers, TargetsHeader]:
     import torch
 
     from strop.data.targets import TargetsHeader, TeacherRecord, tokenizer_fingerprint
-    from strop.loops.teacher import load_teachers, named_teachers
+    from strop.loops.teacher import load_teachers
     from strop.planning.hardware import choose_sizes
 
     torch.set_num_threads(prepared.hardware.threads)
-    objective, config = prepared.objective, prepared.config
-    fingerprints: list[str] = []
-    teachers = load_teachers(
-        prepared,
-        temperature=objective.temperature,
-        budget=lambda model: choose_sizes(config, prepared.hardware, model, prepared.longest).tokens_per_micro_batch,
-        fingerprints=fingerprints,
-    )
-    _, named = named_teachers(config)
-    total = sum(teacher.weight for teacher in named)
+
+    def budget(model: Any) -> int:
+        sizes = choose_sizes(prepared.config, prepared.hardware, model, prepared.longest)
+        return sizes.tokens_per_micro_batch
+
+    objective = prepared.objective
+    teachers = load_teachers(prepared, temperature=objective.temperature, budget=budget)
+    total = sum(teachers.weights)
     header = TargetsHeader(
         k=min(objective.top_k, teachers.vocabulary),
         temperature=objective.temperature,
         vocabulary=teachers.vocabulary,
         tokenizer=tokenizer_fingerprint(prepared.facts.tokenizer),
         teachers=tuple(
-            TeacherRecord(teacher.path, fingerprint, teacher.weight / total)
-            for teacher, fingerprint in zip(named, fingerprints, strict=True)
+            TeacherRecord(name, fingerprint, weight / total)
+            for name, fingerprint, weight in zip(teachers.names, teachers.fingerprints, teachers.weights, strict=True)
         ),
     )
     return teachers, header

@@ -32,11 +32,13 @@ if TYPE_CHECKING:
 class Teachers:
     """One or more frozen models, of which the weighted mean of the probabilities counts.
 
-    weights: one for each model, above 0. vocabulary: tokens that the tokenizer knows. temperature: every distribution
-    is taken at it. budget, chunk: as the trainer's.
+    names: as the recipe has them. fingerprints: name their weights. weights: one for each model, above 0. vocabulary:
+    tokens that the tokenizer knows. temperature: every distribution is taken at it. budget, chunk: as the trainer's.
     """
 
     models: Sequence[Any]
+    names: Sequence[str]
+    fingerprints: Sequence[str]
     weights: Sequence[float]
     vocabulary: int
     device: torch.device
@@ -139,35 +141,28 @@ def load_teacher(prepared: Prepared, roles: Roles) -> Teachers | None:
     if not named_teachers(prepared.config)[1]:
         return None
     temperature = prepared.config.rollout.temperature
-    return load_teachers(
-        prepared, temperature=temperature, budget=lambda _: roles.sizes.tokens_per_micro_batch, fingerprints=[]
-    )
+    return load_teachers(prepared, temperature=temperature, budget=lambda _: roles.sizes.tokens_per_micro_batch)
 
 
 def load_teachers(
-    prepared: Prepared | PreparedExamples,
-    *,
-    temperature: float,
-    budget: Callable[[Any], int],
-    fingerprints: list[str],
+    prepared: Prepared | PreparedExamples, *, temperature: float, budget: Callable[[Any], int]
 ) -> Teachers:
     """The teachers that a recipe names.
 
     Args:
         budget: says for the first model how many tokens go through at once.
-        fingerprints: filled with a name for the weights of each.
     """
     config, hardware = prepared.config, prepared.hardware
     _, named = named_teachers(config)
-    models = []
-    for teacher in named:
-        loaded = load_model(
-            _settings(config, teacher), device=hardware.device, dtype=hardware.dtype, seed=config.run.seed
-        )
-        models.append(_frozen(loaded.model))
-        fingerprints.append(loaded.fingerprint)
+    loaded = [
+        load_model(_settings(config, teacher), device=hardware.device, dtype=hardware.dtype, seed=config.run.seed)
+        for teacher in named
+    ]
+    models = [_frozen(one.model) for one in loaded]
     return Teachers(
         models=models,
+        names=[teacher.path for teacher in named],
+        fingerprints=[one.fingerprint for one in loaded],
         weights=[teacher.weight for teacher in named],
         vocabulary=vocabulary_of(prepared.facts.tokenizer),
         device=hardware.device,

@@ -100,8 +100,9 @@ def token_logprobs(
     chunk: int = 512,
     entropy: Entropy = "none",
     hits: Tensor | None = None,
+    even: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same from the hidden states [N, H] that predict the targets [N]."""
+    """The same from the hidden states [N, H] that predict the targets [N]. even: see `linear_logprobs`."""
     weight, bias, softcap = output_head(model)
     return linear_logprobs(
         hidden,
@@ -113,6 +114,7 @@ def token_logprobs(
         chunk=chunk,
         entropy=entropy,
         hits=hits,
+        even=even,
     )
 
 

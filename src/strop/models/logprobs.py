@@ -25,6 +25,7 @@ class _Head:
     chunk: int
     entropy: Entropy
     hits: Tensor | None = None
+    even: bool = False
 
     def spans(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self.chunk):
@@ -36,7 +37,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     The gradient of a chunk's logits is written over its probabilities, so one chunk of logits is all that ever exists.
     With a frozen head the unit gradient of each row is taken in the forward pass, while its probabilities are there:
-    the backward pass then only scales it.
+    the backward pass then only scales it. So is, where all rows are said to count alike, the gradient of the head.
     """
 
     @staticmethod
@@ -52,8 +53,11 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros(count, dtype=torch.float32, device=hidden.device)
         normalizer = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        frozen = want_hidden and not (want_weight or want_bias) and head.entropy != "graph" and head.softcap is None
+        wanted = ctx.needs_input_grad[:3]
+        early = wanted[0] and head.entropy != "graph" and head.softcap is None
+        frozen = early and not any(wanted[1:])
+        summed = HeadGradients(hidden, weight, bias, wanted) if early and head.even and not frozen else None
+        early = frozen or summed is not None
         unit = torch.empty_like(hidden) if frozen else None
         for span in head.spans(count):
             logits = _logits(hidden[span], weight, bias, head.softcap).div_(head.temperature)
@@ -63,26 +67,30 @@ class _LinearLogprobs(torch.autograd.Function):
             logprobs[span] = picked - lse
             if head.hits is not None:
                 head.hits[span] = (picked >= logits.amax(-1)).to(head.hits.dtype)
-            if head.entropy != "none" or unit is not None:
+            if head.entropy != "none" or early:
                 # Shifted first: products of unshifted logits would lose digits of a small entropy.
                 log_p = logits.sub_(lse[:, None])
                 probabilities = torch.exp(log_p)
                 if head.entropy != "none":
                     entropy[span] = -log_p.mul_(probabilities).sum(-1)
                 del log_p, logits
-                if unit is not None:
+                if early:
                     grad = probabilities.neg_()
                     grad.scatter_add_(1, targets[span, None], torch.ones_like(lse[:, None]))
-                    torch.mm(grad.div_(head.temperature).to(hidden.dtype), weight, out=unit[span])
+                    grad.div_(head.temperature)
+                    if summed is not None:
+                        summed.add(span, grad)
+                    else:
+                        torch.mm(grad.to(hidden.dtype), weight, out=unit[span])
                     del grad
                 del probabilities
             # A chunk that is still held when the next one is made would double the peak.
             logits = None  # type: ignore[assignment]
-        if unit is not None:
+        if frozen:
             ctx.save_for_backward(unit)
         else:
             ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.head, ctx.frozen = head, frozen
+        ctx.head, ctx.frozen, ctx.summed = head, frozen, summed
         if head.entropy != "graph":
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -93,6 +101,9 @@ class _LinearLogprobs(torch.autograd.Function):
             (unit,) = ctx.saved_tensors
             return (unit * grad_logprobs[:, None].to(unit.dtype), None, None, None, None)
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
+        summed, ctx.summed = ctx.summed, None
+        if summed is not None and bool((grad_logprobs == grad_logprobs[:1]).all()):
+            return (*summed.times(grad_logprobs[:1].sum()).given(), None, None)
         head: _Head = ctx.head
         found = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for span in head.spans(hidden.shape[0]):
@@ -143,6 +154,13 @@ class HeadGradients:
         if self._of_bias is not None:
             self._of_bias += grad.sum(0, dtype=self._of_bias.dtype)
 
+    def times(self, factor: Tensor) -> HeadGradients:
+        """The same, multiplied in place by a number."""
+        for found in (self._of_hidden, self._of_weight, self._of_bias):
+            if found is not None:
+                found.mul_(factor)
+        return self
+
     def given(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The three, each in the number format of what it belongs to; None where it is not wanted."""
         return (
@@ -170,6 +188,7 @@ def linear_logprobs(
     chunk: int = 512,
     entropy: Entropy = "none",
     hits: Tensor | None = None,
+    even: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of each distribution.
 
@@ -182,6 +201,8 @@ def linear_logprobs(
         chunk: rows whose logits exist at a time.
         entropy: also give the entropy of each distribution, in nats, without or with a graph; zeros otherwise.
         hits: [N], filled with 1 where the target is the most likely token and 0 elsewhere.
+        even: all rows are expected to count alike in the loss, as in a mean: logits are then not computed twice. Where
+            they do not, the gradient is right all the same.
 
     Returns:
         (logprobs [N] float32, differentiable; entropy [N] float32, differentiable if it is asked for as "graph").
@@ -191,7 +212,7 @@ def linear_logprobs(
     # Equal chunks: a last chunk of a few rows would pay for a whole pass over the head.
     pieces = max(1, -(-hidden.shape[0] // chunk))
     size = max(1, -(-hidden.shape[0] // pieces))
-    return _LinearLogprobs.apply(hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits))
+    return _LinearLogprobs.apply(hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits, even))
 
 
 def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None, float | None]:

@@ -94,6 +94,14 @@ def activation_bytes(model_config: Any, *, item: int, recompute: bool) -> int:
     return int(layers * item * (16 * hidden + 5 * inner))
 
 
+def _most_tokens(device: str, *, sampled: bool) -> int:
+    """Tokens of a pass beyond which it gets no faster. On a CPU that is soon, but the completions of a group should be
+    in one pass: their prompt is then computed once."""
+    if device == "cuda":
+        return 16384
+    return 512 if device == "cpu" and not sampled else 4096
+
+
 def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -> Sizes:
     """Sizes of passes and batches.
 
@@ -108,7 +116,7 @@ def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -
     if budget == "auto":
         each = activation_bytes(text, item=item, recompute=config.model.activation_checkpointing)
         fits = int(hardware.memory * 0.25 / each)
-        most = 16384 if hardware.device.type == "cuda" else 4096
+        most = _most_tokens(hardware.device.type, sampled=config.supervised is None)
         budget = max(min(fits, most) // 256 * 256, 256)
         reasons.append(f"{budget} tokens in a micro-batch ({each / 1024:.0f} KiB of activations a token)")
     rows = config.rollout.engine.max_sequences

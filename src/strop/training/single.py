@@ -228,8 +228,10 @@ class SingleDeviceTrainer:
         hits: Tensor | None = None,
         *,
         frozen: bool = False,
+        even: bool = False,
     ) -> Given:
-        """What the model gives for the trained tokens. frozen: only the value head has a gradient."""
+        """What the model gives for the trained tokens. frozen: only the value head has a gradient. even: see
+        `linear_logprobs`."""
         if not len(micro.trained):
             empty = torch.zeros(0, device=self.device)
             return Given(empty, empty, empty)
@@ -247,6 +249,7 @@ class SingleDeviceTrainer:
                 chunk=self._chunk,
                 entropy=entropy,
                 hits=hits,
+                even=even,
             )
         if self._value_head is None:
             return Given(logprobs, spread, torch.zeros_like(spread))
@@ -314,7 +317,14 @@ class SingleDeviceTrainer:
             hits = None
             if getattr(objective, "needs_hits", False):
                 hits = torch.zeros(len(micro.trained), device=self.device)
-            given = self._forward(self.model, micro, wanted, hits, frozen=getattr(objective, "head_alone", False))
+            given = self._forward(
+                self.model,
+                micro,
+                wanted,
+                hits,
+                frozen=getattr(objective, "head_alone", False),
+                even=getattr(objective, "counts_alike", False),
+            )
             if hits is not None:
                 micro.batch.extra["hits"] = micro.scatter(hits)
             if getattr(objective, "needs_values", False):
