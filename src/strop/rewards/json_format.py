@@ -51,10 +51,11 @@ class SchemaCheck:
     def problem(self, text: str) -> str:
         """What is wrong with a text; empty if it is JSON that fits."""
         try:
-            value = json.loads(text, parse_constant=_refuse)
-        except (ValueError, RecursionError) as error:
-            return f"no JSON: {shorten(str(error), 100)}"
-        error = next(self._validator.iter_errors(value), None)
+            error = next(self._validator.iter_errors(json.loads(text, parse_constant=_refuse)), None)
+        except RecursionError:
+            return "no JSON: it is nested too deeply"
+        except ValueError as problem:
+            return f"no JSON: {shorten(str(problem), 100)}"
         if error is None:
             return ""
         place = "".join(f"[{part!r}]" for part in error.absolute_path)
