@@ -24,6 +24,7 @@ from strop.rewards.format import Format
 from strop.rewards.http import HttpService
 from strop.rewards.isolated import Isolated
 from strop.rewards.judge import Judge
+from strop.rewards.math_answer import MathAnswer
 from strop.rewards.numeric import Numeric
 from strop.rewards.pattern import Pattern
 from strop.rewards.pool import WorkerPool
@@ -64,8 +65,6 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
         case NumericVerifier():
             return Numeric(settings)
         case MathVerifier():
-            from strop.rewards.math_answer import MathAnswer
-
             return MathAnswer(settings)
         case ChoiceVerifier():
             return Choice(settings, where=where)

@@ -65,8 +65,14 @@ class Judge:
             )
         self._cache = None if settings.cache is None else ReplyCache(settings.cache, where=f"{where}.cache")
 
+    def load(self) -> None:
+        """Open the cache."""
+        if self._cache is not None:
+            self._cache.open()
+
     async def ask(self, completed: Sequence[Completed]) -> list[Verdict]:
         """One verdict for each completion, in order."""
+        self.load()
         return list(await asyncio.gather(*(self._judge(one) for one in completed)))
 
     async def close(self) -> None:
