@@ -44,7 +44,7 @@ class Choice:
             re.compile(rf"(?:####|(?i:\b(?:answer|choice|option)\b)[^\n.:=]{{0,40}}?(?:(?i:\bis\b)|[:=])){marked}"),
             re.compile(rf"(?i:\b(?:choose|pick|select|option|choice)\b){marked}"),
             re.compile(rf"^[^\S\n]*[*_(\[]*({either})[)\]*_.]*[^\S\n]*$", re.MULTILINE),
-            re.compile(rf"\A\s*[*_(\[]*([{letters}])[*_]*[)\].:]"),
+            re.compile(rf"\A\s*[*_]*([{letters}])[*_]*[).:]"),
             re.compile(rf"[(\[]\s*([{letters}])\s*[)\]]"),
         ]
         self._in_a_box = re.compile(rf"(?:\\[a-z]+\s*\{{)?[\s(\[*]*({either})(?![A-Za-z0-9])")
