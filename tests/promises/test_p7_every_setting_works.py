@@ -65,7 +65,7 @@ OFF_POLICY = {"training.mini_batches": 2, "training.epochs": 2}
 FILES = {"data.eval": HELD_OUT, "warmup": {**WARMUP, "data": {"path": "rows.jsonl"}}}
 
 
-CHOICES = {**LETTERS, "model.create.characters": "aAB=\n", "rollout.max_new_tokens": 3}
+CHOICES = {**LETTERS, "model.create.characters": "aAB=\n", "rollout.max_new_tokens": 7, "rollout.group_size": 32}
 DECIMALS = {**NUMBERS, "model.create.characters": "12. "}
 SERVER: dict[str, str] = {}
 """The address of the server that judges, while there is one."""

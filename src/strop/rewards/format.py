@@ -26,7 +26,7 @@ class Format:
 
     def __init__(self, settings: FormatVerifier, *, where: str = "rewards.verifiers") -> None:
         self.name = settings.name or settings.kind
-        self.tags = settings.tags
+        self.tags = settings.tags or []
         self.json_tag = settings.json_tag
         for tag in self.tags:
             check_tag(tag, where=f"{where}.tags")
