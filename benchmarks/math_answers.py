@@ -23,9 +23,6 @@ from typing import Any
 
 import measure
 
-EVERY = 100
-"""One in so many is poison."""
-
 
 @dataclass(frozen=True)
 class Item:
@@ -277,16 +274,16 @@ def poisons(canary: Path) -> list[str]:
     return [*large, *deep, *programs, *long, *slow]
 
 
-def items(count: int, canary: Path | None) -> Iterator[Item]:
-    """So many completions, the same ones each time; with a canary, every hundredth is poison."""
+def items(count: int, every: int, canary: Path | None) -> Iterator[Item]:
+    """So many completions, the same ones each time; with a canary, one in `every` is poison."""
     r = random.Random(0)
     bad = [] if canary is None else poisons(canary)
     for number in range(count):
         kind = r.choices(KINDS, WEIGHTS)[0]
         gold, answer, right = kind(r)
         completion = completions(r, answer, kind is words)
-        if bad and number % EVERY == EVERY - 1:
-            poison = bad[number // EVERY % len(bad)]
+        if bad and number % every == every - 1:
+            poison = bad[number // every % len(bad)]
             yield Item("poison", gold, r.choice([poison, rf"\boxed{{{poison}}}", f"The answer is {poison}"]), None)
         else:
             yield Item(kind.__name__, gold, completion, right)
@@ -299,10 +296,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Verify; returns the numbers that were written."""
     parser = measure.arguments(__doc__, repeats=3)
     parser.add_argument("--answers", type=int, default=10_000, help="completions of each side")
+    parser.add_argument("--every", type=int, default=100, help="one in so many is poison")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds that one may take")
     options = parser.parse_args(argv)
     if options.smoke:
-        options.answers, options.timeout, options.repeats = 3000, 2.0, 1
+        options.answers, options.every, options.timeout, options.repeats = 300, 10, 1.5, 1
     with tempfile.TemporaryDirectory() as folder:
         canary = Path(folder) / "canary"
         sides = {"poisoned": lambda: verify(options, canary), "clean": lambda: verify(options, None)}
@@ -325,7 +323,7 @@ def verify(options: argparse.Namespace, canary: Path | None) -> dict[str, Any]:
 
     settings = {"verifiers": [{"kind": "math", "timeout": options.timeout}], "workers": options.threads, "retries": 0}
     scorer = build_scorer(RewardSettings.model_validate(settings))
-    given = list(items(options.answers, canary))
+    given = list(items(options.answers, options.every, canary))
     watch = Watch(Worker, options.timeout)
 
     async def work() -> tuple[list[Reward], float]:
