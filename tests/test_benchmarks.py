@@ -87,6 +87,30 @@ def test_more_tokens_told_apart_lose_less(tmp_path: Path) -> None:
         )
 
 
+def test_math_answers_are_what_they_were_made_to_be_and_poison_is_harmless(tmp_path: Path) -> None:
+    numbers = smoke("math_answers", tmp_path / "r.json")
+    poisoned, clean = numbers["poisoned"], numbers["clean"]
+    assert numbers["executed"] is False
+    for side in (poisoned, clean):
+        assert side["misjudged"] == 0, side["first_misjudged"]
+        assert 100 < side["right_by_construction"] < 200
+    assert poisoned["poisoned"] == 300 // 10
+    assert poisoned["poisoned_called_right"] == 0
+    assert sum(poisoned["poisoned_statuses"].values()) == poisoned["poisoned"]
+    # A worker is killed when the time is up, and not long after.
+    assert poisoned["longest_item_seconds"] < numbers["timeout"] + 2
+    assert clean["poisoned"] == 0
+
+
+def test_poison_is_of_every_kind(tmp_path: Path) -> None:
+    made = list(module("math_answers").items(300, 10, tmp_path / "canary"))
+    poison = [item.completion for item in made if item.right is None]
+    assert max(map(len, poison)) >= 1_000_000
+    for sample in ("10^{10^{10}}", "((((", "__import__('os').system", str(tmp_path / "canary")):
+        assert any(sample in text for text in poison), sample
+    assert made == list(module("math_answers").items(300, 10, tmp_path / "canary"))
+
+
 def test_strops_side_of_a_grpo_step_splits_its_time(tmp_path: Path) -> None:
     from strop.config.model import NewModel
     from strop.models.create import create_model

@@ -146,21 +146,23 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
     assert prepared.held_out is not None
 
     async def work() -> Scores:
-        if prepared.world is not None:
-            await prepared.world.factory.open()
-        scores, episodes = await evaluate(
-            assembly.make_player(prepared, roles, engine),
-            prepared.scorer,
-            prepared.held_out,
-            evaluation_settings(config),
-            prompts=prompts or config.evaluation.prompts,
-            samples=config.evaluation.samples,
-        )
-        check_errors([reward_of(e) for e in episodes], first_step=True, settings=config.rewards)
-        await engine.close()
-        if prepared.world is not None:
-            await prepared.world.factory.close()
-        await prepared.scorer.close()
+        try:
+            if prepared.world is not None:
+                await prepared.world.factory.open()
+            scores, episodes = await evaluate(
+                assembly.make_player(prepared, roles, engine),
+                prepared.scorer,
+                prepared.held_out,
+                evaluation_settings(config),
+                prompts=prompts or config.evaluation.prompts,
+                samples=config.evaluation.samples,
+            )
+            check_errors([reward_of(e) for e in episodes], first_step=True, settings=config.rewards)
+        finally:
+            await engine.close()
+            if prepared.world is not None:
+                await prepared.world.factory.close()
+            await prepared.scorer.close()
         return scores
 
     return run_to_end(work)

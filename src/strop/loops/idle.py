@@ -13,11 +13,13 @@ from typing import Any
 from strop.config import Config
 from strop.config.data import DataSource
 from strop.config.offline import RolloutColumns
+from strop.config.rewards import FormatVerifier, JudgeVerifier, RewardSettings
 from strop.config.rollout import RolloutSettings
 from strop.config.run import EvaluationSettings
 from strop.config.training import CriticSettings, OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.selection import metric_problems
+from strop.rewards.checks import is_isolated
 
 
 def check_idle(config: Config) -> None:
@@ -50,6 +52,8 @@ def _idle(config: Config) -> Iterator[UserError]:
     yield from _idle_critic(config.critic)
     if config.model.create is not None and config.model.trust_remote_code:
         yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
+    if config.rewards is not None:
+        yield from _idle_rewards(config.rewards)
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
     if config.warmup is not None:
         sources["warmup.data"] = config.warmup.data
@@ -171,6 +175,35 @@ def _idle_critic(critic: CriticSettings) -> Iterator[UserError]:
         if name != "learning_rate" and getattr(critic.optimizer, name) != getattr(default.optimizer, name):
             where = f"critic.optimizer.{name}"
             yield _problem(where, "with critic.shared, which has one optimizer", f"set training.optimizer.{name}")
+
+
+def _idle_rewards(rewards: RewardSettings) -> Iterator[UserError]:
+    required = {verifier.requires for verifier in rewards.verifiers}
+    for index, verifier in enumerate(rewards.verifiers):
+        key = f"rewards.verifiers.{index}"
+        if verifier.gate and len(rewards.verifiers) == 1:
+            yield _problem(f"{key}.gate", "without another verifier")
+        if verifier.passes_at != 1.0 and not verifier.gate and (verifier.name or verifier.kind) not in required:
+            yield _problem(f"{key}.passes_at", "on a verifier that no other waits for", f"set {key}.gate")
+        if isinstance(verifier, FormatVerifier) and verifier.json_tag is not None and verifier.json_schema is None:
+            yield _problem(f"{key}.json_tag", "without a schema", f"set {key}.json_schema")
+        if isinstance(verifier, JudgeVerifier):
+            yield from _idle_judge(key, verifier)
+    if rewards.worker_memory != RewardSettings.model_fields["worker_memory"].default and not any(
+        is_isolated(verifier) for verifier in rewards.verifiers
+    ):
+        yield _problem("rewards.worker_memory", "with verifiers of which none runs in a worker process")
+
+
+def _idle_judge(key: str, judge: JudgeVerifier) -> Iterator[UserError]:
+    if judge.votes > 1 and judge.temperature == 0:
+        yield _problem(f"{key}.votes", "at temperature 0, where all votes are the same", f"set {key}.temperature")
+    if judge.votes == 1 and judge.combine != "mean":
+        yield _problem(f"{key}.combine", "on a single vote", f"set {key}.votes")
+    if judge.read != "json" and judge.score_key != "score":
+        yield _problem(f"{key}.score_key", "when the score is not read from JSON", f"set {key}.read to json")
+    if judge.read != "pattern" and judge.pattern is not None:
+        yield _problem(f"{key}.pattern", f"with `read: {judge.read}`", f"set {key}.read to pattern")
 
 
 def _idle_source(key: str, settings: DataSource) -> Iterator[UserError]:

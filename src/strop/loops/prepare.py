@@ -14,6 +14,7 @@ from strop.loops.offline import check_offline, described, open_rollouts
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
+    from strop.config.rewards import RewardSettings
     from strop.data.prompts import PromptDataset
     from strop.data.rendering import Renderer
     from strop.data.rollouts import CheckedGroups, RolloutDataset
@@ -84,6 +85,8 @@ def prepare(config: Config) -> Prepared:
         "data.eval": config.data.eval,
     }
     sources = {key: open_source(settings) for key, settings in given.items() if settings is not None}
+    if config.rewards is not None:
+        _check_columns(config.rewards, sources["data.train"], sources.get("data.eval"))
 
     from strop.models.load import inspect_model
 
@@ -185,6 +188,23 @@ def _longest_sequence(config: Config, context: int, prompt: int) -> int:
         return prompt + config.rollout.max_new_tokens
     limit = config.environment.max_tokens
     return context if limit == "auto" else min(context, prompt + limit)
+
+
+def _check_columns(rewards: RewardSettings, train: Source, held_out: Source | None) -> None:
+    """Raise DataError unless the columns that verifiers choose rows by, or send along, are in the data."""
+    from strop.data.columns import listed, nearest
+
+    for index, verifier in enumerate(rewards.verifiers):
+        named = {"when": list(verifier.when), "columns": getattr(verifier, "columns", [])}
+        for key, columns in named.items():
+            for column in columns:
+                # Held-out prompts may be of one kind only, and the column then says so in none of them.
+                if column not in train.columns and (held_out is None or column not in held_out.columns):
+                    raise DataError(
+                        f"there is no column {column!r} in the data; the columns are {listed(train.columns)}",
+                        where=f"rewards.verifiers.{index}.{key}",
+                        mend=nearest(column, train.columns) or "name one of them",
+                    )
 
 
 def _check_reference(config: Config) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from strop.config.rewards import (
+    ChoiceVerifier,
     EnvironmentVerifier,
     ExactVerifier,
     FormatVerifier,
+    HttpVerifier,
+    JudgeVerifier,
+    MathVerifier,
     NumericVerifier,
     PythonVerifier,
     RegexVerifier,
@@ -13,13 +17,20 @@ from strop.config.rewards import (
     RewardSettings,
     VerifierSettings,
 )
-from strop.rewards.composition import CompositeScorer
+from strop.rewards.checks import is_isolated
+from strop.rewards.choice import Choice
+from strop.rewards.composition import CompositeScorer, timeout_of
 from strop.rewards.environmental import Environmental
 from strop.rewards.exact import Exact
 from strop.rewards.format import Format
+from strop.rewards.http import HttpService
+from strop.rewards.isolated import Isolated
+from strop.rewards.judge import Judge
+from strop.rewards.math_answer import MathAnswer
 from strop.rewards.numeric import Numeric
 from strop.rewards.pattern import Pattern
-from strop.rewards.protocol import Verifier
+from strop.rewards.pool import WorkerPool
+from strop.rewards.protocol import AsyncVerifier, Verifier
 from strop.rewards.python import PythonFunction
 from strop.rewards.scored import RewardModel
 
@@ -27,25 +38,30 @@ from strop.rewards.scored import RewardModel
 def build_scorer(settings: RewardSettings, *, key: str = "rewards.verifiers") -> CompositeScorer:
     """The scorer of a run; everything that can be wrong with a verifier before it is called is found here.
 
+    Worker processes start when there is something for them to do.
+
     Args:
         key: where the verifiers stand in the recipe, for messages.
 
     Raises:
-        UserError: a function cannot be imported, a pattern does not compile, a tag is not a name.
+        UserError: a function cannot be imported, a pattern does not compile, a key's variable is not set, and so on.
     """
-    verifiers = [
-        build_verifier(verifier, timeout=settings.timeout, where=f"{key}.{index}")
-        for index, verifier in enumerate(settings.verifiers)
-    ]
+    pool = WorkerPool(workers=settings.workers, memory=settings.worker_memory)
+    verifiers: list[Verifier | AsyncVerifier] = []
+    for index, verifier in enumerate(settings.verifiers):
+        timeout = timeout_of(verifier, settings)
+        built = build_verifier(verifier, timeout=timeout, where=f"{key}.{index}")
+        # One that runs in workers is built here too, for the mistakes that are found by it.
+        verifiers.append(Isolated(verifier, pool, timeout=timeout) if is_isolated(verifier) else built)
     return CompositeScorer(verifiers, settings)
 
 
-def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) -> Verifier:
-    """One verifier.
+def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) -> Verifier | AsyncVerifier:
+    """One verifier, as it works in the process that calls it.
 
     Args:
         settings: what it checks.
-        timeout: seconds that a call of it may take.
+        timeout: seconds that it may take: a call, a completion in a worker, or a request.
         where: key path of the settings, for messages.
     """
     match settings:
@@ -53,6 +69,10 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
             return Exact(settings)
         case NumericVerifier():
             return Numeric(settings)
+        case MathVerifier():
+            return MathAnswer(settings)
+        case ChoiceVerifier():
+            return Choice(settings, where=where)
         case RegexVerifier():
             return Pattern(settings, timeout=timeout, where=where)
         case FormatVerifier():
@@ -63,3 +83,7 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
             return Environmental(settings)
         case RewardModelVerifier():
             return RewardModel(settings)
+        case JudgeVerifier():
+            return Judge(settings, timeout=timeout, where=where)
+        case HttpVerifier():
+            return HttpService(settings, timeout=timeout, where=where)
