@@ -1,42 +1,47 @@
-"""All verifiers of a run together: calls in threads, time-outs, retries, the weighted sum, and the error budget."""
+"""All verifiers of a run together: who is asked about what, time-outs, retries, and the error budget."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from strop.config.rewards import RewardSettings
+from strop.config.rewards import RewardSettings, VerifierSettings
 from strop.errors import RunFailure, StropError
+from strop.rewards.calls import Abandoned, Slots, call
+from strop.rewards.combination import combine, is_for, passes
 from strop.rewards.failures import describe_exception
-from strop.rewards.protocol import Completed, Reward, Verdict, Verifier
+from strop.rewards.protocol import AsyncVerifier, Completed, Reward, Verdict, Verifier
+
+NOT_ASKED = Verdict(None)
 
 
 class CompositeScorer:
-    """Asks every verifier about every completion and adds up what they say.
+    """Asks every verifier about the completions that it is for, and adds up what they say.
 
-    Each call of a verifier runs in a daemon thread of its own, at most `settings.workers` at a time. A call that takes
-    longer than `settings.timeout` is a time-out of all its completions: its thread cannot be killed, so it is abandoned
-    and its place is free for the next call. Being a daemon, it does not keep the process alive. Code that hangs while
-    holding the interpreter lock can only be bounded by a verifier that uses a process of its own.
+    A `Verifier` is called in a daemon thread, at most `settings.workers` at a time. A call that takes longer than its
+    time-out is a time-out of all its completions: its thread cannot be killed, so it is abandoned and its place is free
+    for the next call. Code that hangs while holding the interpreter lock can only be bounded in a process of its own;
+    an `AsyncVerifier` sees to its time-outs itself, per completion.
 
-    Completions whose verdict is an error or a time-out are asked again, alone, up to `settings.retries` times. A
-    `StropError` from a verifier (a wrong count of numbers, say) is never retried: `score` raises it.
+    Verifiers that wait for others (`gate`, `requires`) are asked when those have answered, and only about what passed.
+    Completions whose verdict is an error or a time-out are asked again, without the others, up to `settings.retries`
+    times. A `StropError` from a verifier (a wrong count of numbers, say) is never retried: `score` raises it.
 
     Args:
         verifiers: one for each entry of `settings.verifiers`, in the same order.
-        settings: weights, time-out, retries, threads.
+        settings: weights, gates, time-outs, retries, threads.
     """
 
-    def __init__(self, verifiers: Sequence[Verifier], settings: RewardSettings) -> None:
+    def __init__(self, verifiers: Sequence[Verifier | AsyncVerifier], settings: RewardSettings) -> None:
         if len(verifiers) != len(settings.verifiers):
             raise ValueError(f"{len(verifiers)} verifiers for {len(settings.verifiers)} entries of rewards.verifiers")
         self.verifiers = list(verifiers)
         self.settings = settings
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._needs = settings.needs()
+        self._slots = Slots(settings.workers)
 
     async def score(self, completed: Sequence[Completed]) -> list[Reward]:
         """One reward for each completion, in order; see `combine` for the sum.
@@ -47,16 +52,20 @@ class CompositeScorer:
         completed = list(completed)
         if not completed:
             return []
-        questions = [asyncio.ensure_future(self._ask(verifier, completed)) for verifier in self.verifiers]
-        try:
-            answers = await asyncio.gather(*questions)
-        except BaseException:
-            for question in questions:
-                question.cancel()
-            raise
         names = [verifier.name for verifier in self.verifiers]
+        questions: dict[str, asyncio.Task[list[Verdict]]] = {}
+        for verifier, settings in zip(self.verifiers, self.settings.verifiers, strict=True):
+            questions[verifier.name] = asyncio.create_task(self._question(verifier, settings, completed, questions))
+        try:
+            answers = await asyncio.gather(*(questions[name] for name in names))
+        except BaseException:
+            for question in questions.values():
+                question.cancel()
+            await asyncio.gather(*questions.values(), return_exceptions=True)
+            raise
         return [
-            combine(dict(zip(names, verdicts, strict=True)), self.settings) for verdicts in zip(*answers, strict=True)
+            combine(dict(zip(names, verdicts, strict=True)), self.settings, item.row)
+            for item, verdicts in zip(completed, zip(*answers, strict=True), strict=True)
         ]
 
     def load(self) -> None:
@@ -66,114 +75,97 @@ class CompositeScorer:
                 verifier.load()
 
     async def close(self) -> None:
-        """Nothing to give back: a thread ends with its call, and an abandoned one with the process."""
+        """Let verifiers give back what they hold. A thread ends with its call, an abandoned one with the process."""
+        for verifier in self.verifiers:
+            if isinstance(verifier, AsyncVerifier):
+                await verifier.close()
 
-    async def _ask(self, verifier: Verifier, completed: list[Completed]) -> list[Verdict]:
-        """The verdicts of one verifier; those that failed are asked again."""
-        verdicts = await self._call(verifier, completed)
-        for _ in range(self.settings.retries):
-            failed = [index for index, verdict in enumerate(verdicts) if verdict.status != "ok"]
-            if not failed:
-                break
-            again = await self._call(verifier, [completed[index] for index in failed])
-            for index, verdict in zip(failed, again, strict=True):
-                verdicts[index] = verdict
+    async def _question(
+        self,
+        verifier: Verifier | AsyncVerifier,
+        settings: VerifierSettings,
+        completed: list[Completed],
+        questions: dict[str, asyncio.Task[list[Verdict]]],
+    ) -> list[Verdict]:
+        """The verdicts of one verifier, after those that it waits for; `NOT_ASKED` where it has nothing to say.
+
+        A task is in `questions` before any runs, so every verifier finds those that it needs.
+        """
+        chosen = {index for index, item in enumerate(completed) if is_for(settings, item.row)}
+        by_name = dict(zip((v.name for v in self.verifiers), self.settings.verifiers, strict=True))
+        for name in self._needs[verifier.name]:
+            needed, found = by_name[name], await questions[name]
+            # What is not for a row shuts nothing there; what was shut out itself does. After a failure nobody need ask.
+            chosen = {
+                index
+                for index in chosen
+                if not is_for(needed, completed[index].row)
+                or (found[index] is not NOT_ASKED and found[index].status == "ok" and passes(needed, found[index]))
+            }
+        verdicts = [NOT_ASKED] * len(completed)
+        order = sorted(chosen)
+        answers = await self._ask(verifier, settings, [completed[index] for index in order])
+        for index, verdict in zip(order, answers, strict=True):
+            verdicts[index] = verdict
         return verdicts
 
-    async def _call(self, verifier: Verifier, completed: list[Completed]) -> list[Verdict]:
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:  # A semaphore belongs to the loop that waits for it.
-            self._slots = (loop, asyncio.Semaphore(self.settings.workers))
-        async with self._slots[1]:
-            call = _Call(verifier, completed, loop)
-            call.start()
-            await asyncio.wait([call.finished], timeout=self.settings.timeout)
-            # The call itself is asked, not the clock: a loop that was busy elsewhere sees both at once.
-            if call.verdicts is None and call.error is None:
-                detail = f"no verdict within {self.settings.timeout:g} s"
-                return [Verdict(None, "timeout", detail) for _ in completed]
-        if isinstance(call.error, StropError):
-            raise call.error
-        if call.error is not None:
-            detail = describe_exception(call.error)
+    async def _ask(
+        self, verifier: Verifier | AsyncVerifier, settings: VerifierSettings, completed: list[Completed]
+    ) -> list[Verdict]:
+        """The verdicts of one verifier; those that failed are asked again."""
+        failed = list(range(len(completed)))
+        verdicts = [NOT_ASKED] * len(completed)
+        for _ in range(1 + self.settings.retries):
+            if not failed:
+                break
+            again = await self._call(verifier, settings, [completed[index] for index in failed])
+            for index, verdict in zip(failed, again, strict=True):
+                verdicts[index] = verdict
+            failed = [index for index in failed if verdicts[index].status != "ok"]
+        return verdicts
+
+    async def _call(
+        self, verifier: Verifier | AsyncVerifier, settings: VerifierSettings, completed: list[Completed]
+    ) -> list[Verdict]:
+        try:
+            if isinstance(verifier, AsyncVerifier):
+                return _checked(verifier, await verifier.ask(completed), len(completed))
+            async with self._slots.here():
+                verdicts = await call(
+                    lambda: list(verifier.verify(completed)),
+                    name=f"verifier-{verifier.name}",
+                    timeout=timeout_of(settings, self.settings),
+                )
+            return _checked(verifier, verdicts, len(completed))
+        except Abandoned:
+            detail = f"no verdict within {timeout_of(settings, self.settings):g} s"
+            return [Verdict(None, "timeout", detail) for _ in completed]
+        except (StropError, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            detail = describe_exception(error)
             return [Verdict(None, "verifier_error", detail) for _ in completed]
-        return _checked(verifier, call.verdicts, len(completed))
 
 
-@dataclass(eq=False)
-class _Call:
-    """One call of a verifier in a daemon thread; exactly one of `verdicts` and `error` is set when it has ended."""
-
-    verifier: Verifier
-    completed: list[Completed]
-    loop: asyncio.AbstractEventLoop
-    verdicts: list[Verdict] | None = None
-    error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self.finished: asyncio.Future[None] = self.loop.create_future()
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name=f"strop-verifier-{self.verifier.name}", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self.verdicts = list(self.verifier.verify(self.completed))
-        except BaseException as error:  # A `sys.exit()` in a reward must not pass as a hang.
-            self.error = error
-        try:
-            self.loop.call_soon_threadsafe(self._announce)
-        except RuntimeError:  # The loop is closed: nobody waits any more.
-            return
-
-    def _announce(self) -> None:
-        if not self.finished.done():
-            self.finished.set_result(None)
+def timeout_of(verifier: VerifierSettings, settings: RewardSettings) -> float:
+    """Seconds that a verifier may take."""
+    return settings.timeout if verifier.timeout is None else verifier.timeout
 
 
-def _checked(verifier: Verifier, verdicts: list[Verdict] | None, expected: int) -> list[Verdict]:
+def _checked(verifier: Verifier | AsyncVerifier, verdicts: list[Verdict], expected: int) -> list[Verdict]:
     """Verdicts of the right count, with scores that are numbers."""
-    if verdicts is None or len(verdicts) != expected or not all(isinstance(verdict, Verdict) for verdict in verdicts):
+    if len(verdicts) != expected or not all(isinstance(verdict, Verdict) for verdict in verdicts):
         raise RunFailure(
-            f"the verifier {verifier.name!r} returned {len(verdicts or ())} verdicts for {expected} completions",
+            f"the verifier {verifier.name!r} returned {len(verdicts)} verdicts for {expected} completions",
             where=f"{type(verifier).__module__}.{type(verifier).__qualname__}.verify",
             mend="return one Verdict for each completion, in order",
         )
     return [
-        Verdict(None, "verifier_error", f"the score is {verdict.score}")
+        replace(verdict, score=None, status="verifier_error", detail=f"the score is {verdict.score}")
         if verdict.status == "ok" and verdict.score is not None and not math.isfinite(verdict.score)
         else verdict
         for verdict in verdicts
     ]
-
-
-def combine(verdicts: dict[str, Verdict], settings: RewardSettings) -> Reward:
-    """The reward of one completion.
-
-    The total is the sum of weight times score over the verifiers that apply. If any verifier failed, the reward takes
-    its status (the first one's, in order) and the total is NaN: a part of a sum is not a smaller reward. The same if no
-    verifier applies, for then nothing says what the completion is worth.
-
-    Args:
-        verdicts: by name, in the order of `settings.verifiers`.
-        settings: weights and `correct_at`.
-    """
-    components = {name: v.score for name, v in verdicts.items() if v.status == "ok" and v.score is not None}
-    for name, verdict in verdicts.items():
-        if verdict.status != "ok":
-            return Reward(math.nan, components, None, verdict.status, f"{name}: {verdict.detail}", failed=name)
-    first = next(iter(verdicts))
-    if not components:
-        detail = f"{', '.join(verdicts)}: no verifier applies to this completion"
-        return Reward(math.nan, components, None, "verifier_error", detail, failed=first)
-    weights = [verifier.weight for verifier in settings.verifiers]
-    total = sum(weight * components[name] for name, weight in zip(verdicts, weights, strict=True) if name in components)
-    if not math.isfinite(total):
-        detail = f"the weighted sum of {components} is {total}"
-        return Reward(math.nan, components, None, "verifier_error", detail, failed=first)
-    correct = components[first] >= settings.correct_at if first in components else None
-    detail = "; ".join(f"{name}: {verdict.detail}" for name, verdict in verdicts.items() if verdict.detail)
-    return Reward(total, components, correct, detail=detail)
 
 
 def check_errors(rewards: Sequence[Reward], *, first_step: bool, settings: RewardSettings) -> None:

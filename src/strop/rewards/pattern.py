@@ -1,8 +1,7 @@
-"""`regex`: a pattern matches the completion, within a bounded time."""
+"""`regex`: a pattern matches the completion. It runs in a worker process, for a match may backtrack without end."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import regex  # type: ignore[import-untyped]
@@ -17,13 +16,12 @@ class Pattern:
     """1 if the pattern is found in the completion, else 0.
 
     With a group named `answer` the last match decides: 1 if that group equals the answer, white space around both
-    dropped. Patterns are Python's; they run in the `regex` package, which can stop a match that backtracks without end.
+    dropped. Patterns are Python's, with what the `regex` package adds to them.
 
     Args:
         settings: the pattern.
-        timeout: seconds that a whole call of `verify` may take. Half of it is shared out among the completions, and a
-            match that uses up its share is a `timeout` of that completion alone. The package counts processor time of
-            the process, so a busy process reaches the limit somewhat earlier.
+        timeout: seconds that one completion may take. The package gives up a little earlier, which costs less than a
+            new worker; it looks at the clock between steps of a match only.
         where: key path of the settings, for messages.
 
     Raises:
@@ -32,41 +30,48 @@ class Pattern:
 
     def __init__(self, settings: RegexVerifier, *, timeout: float = 30.0, where: str = "rewards.verifiers") -> None:
         self.name = settings.name or settings.kind
-        self.timeout = timeout
-        try:
-            self.pattern = regex.compile(settings.pattern)
-        except regex.error as error:
-            raise UserError(
-                f"the pattern does not compile: {_with_position(settings.pattern, error)}",
-                where=f"{where}.pattern",
-                mend="write a Python regular expression; a bracket that is meant literally needs a backslash",
-            ) from None
+        self._seconds = 0.9 * timeout
+        self.pattern = compile_pattern(settings.pattern, where=f"{where}.pattern")
         self.compares = "answer" in self.pattern.groupindex
 
     def verify(self, completed: Sequence[Completed]) -> list[Verdict]:
-        end = time.monotonic() + self.timeout / 2
-        verdicts = []
-        for done, item in enumerate(completed):
-            share = max((end - time.monotonic()) / (len(completed) - done), 1e-3)
-            try:
-                verdicts.append(self._verdict(item, share))
-            except TimeoutError:
-                detail = f"the pattern did not come to an end within {share:.2g} s; it backtracks too much"
-                verdicts.append(Verdict(None, "timeout", detail))
-        return verdicts
+        return [self._verdict(item) for item in completed]
 
-    def _verdict(self, item: Completed, seconds: float) -> Verdict:
+    def _verdict(self, item: Completed) -> Verdict:
+        try:
+            return self._match(item)
+        except TimeoutError:
+            detail = f"the pattern did not come to an end within {self._seconds:.2g} s; it backtracks too much"
+            return Verdict(None, "timeout", detail)
+
+    def _match(self, item: Completed) -> Verdict:
         if not self.compares:
-            return Verdict(float(self.pattern.search(item.completion, timeout=seconds) is not None))
+            return Verdict(float(self.pattern.search(item.completion, timeout=self._seconds) is not None))
         try:
             answer = answer_text(item.answer).strip()
         except ValueError as error:
             return Verdict(None, "verifier_error", str(error))
         last = None
-        for match in self.pattern.finditer(item.completion, timeout=seconds):
+        for match in self.pattern.finditer(item.completion, timeout=self._seconds):
             last = match
         found = None if last is None else last["answer"]
         return Verdict(float(found is not None and found.strip() == answer))
+
+
+def compile_pattern(pattern: str, *, where: str) -> regex.Pattern[str]:
+    """Compile a pattern of a recipe.
+
+    Raises:
+        UserError: it does not compile; the message shows the position.
+    """
+    try:
+        return regex.compile(pattern)
+    except regex.error as error:
+        raise UserError(
+            f"the pattern does not compile: {_with_position(pattern, error)}",
+            where=where,
+            mend="write a Python regular expression; a bracket that is meant literally needs a backslash",
+        ) from None
 
 
 def _with_position(pattern: str, error: regex.error) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Message = dict[str, Any]
 
@@ -30,22 +30,25 @@ class Verdict:
     """What a verifier says of one completion.
 
     score: None when there is no score: the verifier failed (status says how), or the verifier does not apply to the
-    completion (status "ok"). An error is never a score of 0.
+    completion (status "ok"). An error is never a score of 0. components: more numbers of the verifier's, to be looked
+    at; they are not part of the total.
     """
 
     score: float | None
     status: Literal["ok", "verifier_error", "timeout"] = "ok"
     detail: str = ""
+    components: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Reward:
     """The total of all verifiers for one completion.
 
-    total: weighted sum; NaN unless status is "ok". components: raw score of each verifier by name; a verifier that
-    failed or does not apply is not in it. correct: whether the first verifier's score reaches `rewards.correct_at`;
-    None unless status is "ok", and None where the first verifier does not apply. failed: name of the verifier that
-    gave the status; empty when it is "ok".
+    total: weighted sum; NaN unless status is "ok". components: raw score of each verifier by name, and its own
+    components as `name/component`; a verifier that failed, does not apply or was shut out by a gate is not in it.
+    correct: whether the score of the first verifier for such rows reaches `rewards.correct_at`; None unless status is
+    "ok", and None where that verifier does not apply. failed: name of the verifier that gave the status; empty when it
+    is "ok".
     """
 
     total: float
@@ -67,6 +70,22 @@ class Verifier(Protocol):
     name: str
 
     def verify(self, completed: Sequence[Completed]) -> list[Verdict]: ...
+
+
+@runtime_checkable
+class AsyncVerifier(Protocol):
+    """A verifier that waits for others: worker processes or servers.
+
+    `ask` is awaited in the run's event loop, which it must not hold up, and keeps to its own time-outs. An exception in
+    it is a verifier error of every completion of the call; a `StropError` stops the run. `close` gives back what it
+    holds; no `ask` follows.
+    """
+
+    name: str
+
+    async def ask(self, completed: Sequence[Completed]) -> list[Verdict]: ...
+
+    async def close(self) -> None: ...
 
 
 class Scorer(Protocol):
