@@ -56,7 +56,7 @@ def prepare(config: Config) -> Prepared:
     from strop.tracking.trackers import check_trackers
 
     check_trackers(config.tracking)
-    scorer = build_scorer(config.rewards)
+    scorer = build_scorer(config.rewards, config.sandbox)
     given = {
         "data.train": config.data.train,
         "warmup.data": config.warmup.data if config.warmup is not None else None,

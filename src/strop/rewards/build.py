@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from strop.config.rewards import (
+    CodeVerifier,
     ExactVerifier,
     FormatVerifier,
     NumericVerifier,
@@ -12,6 +13,8 @@ from strop.config.rewards import (
     RewardSettings,
     VerifierSettings,
 )
+from strop.config.sandbox import SandboxSettings
+from strop.rewards.code import Code
 from strop.rewards.composition import CompositeScorer
 from strop.rewards.exact import Exact
 from strop.rewards.format import Format
@@ -20,16 +23,27 @@ from strop.rewards.pattern import Pattern
 from strop.rewards.protocol import Verifier
 from strop.rewards.python import PythonFunction
 from strop.rewards.scored import RewardModel
+from strop.sandbox.build import make_sandbox
 
 
-def build_scorer(settings: RewardSettings) -> CompositeScorer:
+def build_scorer(settings: RewardSettings, sandbox: SandboxSettings | None = None) -> CompositeScorer:
     """The scorer of a run; everything that can be wrong with a verifier before it is called is found here.
 
+    Args:
+        settings: the verifiers.
+        sandbox: where programs run; the default settings if not given. All verifiers share one sandbox, which is made
+            only if one of them needs it.
+
     Raises:
-        UserError: a function cannot be imported, a pattern does not compile, a tag is not a name.
+        UserError: a function cannot be imported, a pattern does not compile, a tag is not a name, there is no sandbox.
     """
+    places = sandbox or SandboxSettings()
+    needed = any(isinstance(verifier, CodeVerifier) for verifier in settings.verifiers)
+    made = make_sandbox(places) if needed else None
     verifiers = [
-        build_verifier(verifier, timeout=settings.timeout, where=f"rewards.verifiers.{index}")
+        Code(verifier, made, places.limits)
+        if isinstance(verifier, CodeVerifier) and made is not None
+        else build_verifier(verifier, timeout=settings.timeout, where=f"rewards.verifiers.{index}")
         for index, verifier in enumerate(settings.verifiers)
     ]
     return CompositeScorer(verifiers, settings)

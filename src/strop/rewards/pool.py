@@ -96,9 +96,7 @@ class WorkerPool:
         if not items:
             batch.future.set_result([])
             return batch.future
-        new = [
-            _Item(check, _pickled(item, check), len(item), batch, index) for index, item in enumerate(items)
-        ]
+        new = [_Item(check, _pickled(item, check), len(item), batch, index) for index, item in enumerate(items)]
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")

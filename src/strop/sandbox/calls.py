@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from strop.sandbox.inside import plain
@@ -40,3 +41,21 @@ def check_input(code: str, entry: str = "") -> str:
         entry: function of the program that it gets under its own name and as `candidate`.
     """
     return json.dumps({"test": code, "entry": entry})
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What became of one test of a `check` job. fault: what is wrong with the test itself."""
+
+    passed: bool
+    detail: str = ""
+    fault: str = ""
+
+
+def checked(value: str) -> Checked:
+    """What a run of a test wrote; not passed where it wrote nothing, because it did not come to its end."""
+    try:
+        data = json.loads(value)
+        return Checked(data["passed"] is True, str(data.get("detail", "")), str(data.get("fault", "")))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return Checked(passed=False)

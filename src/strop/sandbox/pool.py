@@ -40,7 +40,7 @@ class Pool:
         self.name = name
         self.workers = workers
         self._command = command
-        self._warm = warm
+        self.warm = warm
         self._waiting: deque[Started] = deque()
         self._used: deque[Started] = deque()
         self._wanted = 0
@@ -142,7 +142,7 @@ class Pool:
             one.finish()
 
     def _lacking(self) -> bool:
-        return self._broken is None and len(self._waiting) < self._warm + self._wanted
+        return self._broken is None and len(self._waiting) < self.warm + self._wanted
 
     def _something_to_do(self) -> bool:
         return self._closed or bool(self._used) or self._lacking()

@@ -201,7 +201,7 @@ class Peer:
             while view:
                 view = view[os.write(self._channel, view) :]
         except OSError:
-            self._gone("the channel was closed")
+            self._gone("the program ended while it was being tested")
 
     def _receive(self) -> Any:
         """One message; None at the end of the channel."""
@@ -211,7 +211,7 @@ class Peer:
         length = int.from_bytes(head, "big")
         data = self._read(length) if length <= LONGEST_MESSAGE else None
         if data is None:
-            self._gone("the channel was cut off")
+            self._gone("the program ended while it was being tested")
         try:
             message = json.loads(data)
         except (ValueError, RecursionError):

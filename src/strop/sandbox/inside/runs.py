@@ -21,6 +21,8 @@ _CHUNK = 1 << 16
 _INODE = 1024
 """Bytes of the kernel's memory that an empty file takes, about."""
 _OPEN_FILES = 256
+_LEAVE = 0.1
+"""Seconds that a served program may take to end when its tests have."""
 
 
 class Home(Protocol):
@@ -171,16 +173,16 @@ class Run:
         for name in ("stdout", "stderr", "value"):
             poll.register(outside[name], select.POLLIN)
         poll.register(outside["stdin"], select.POLLOUT)
-        watch = began + WATCH
+        watch, end, over = began + WATCH, began + self.seconds, "timeout"
         while not self.ended:
             now = time.monotonic()
-            if now - began >= self.seconds:
-                self.ended = "timeout"
+            if now >= end:
+                self.ended = over
                 return
             if now >= watch:
                 self._watch()
                 watch = time.monotonic() + WATCH
-            for descriptor, event in poll.poll(max(min(watch, began + self.seconds) - time.monotonic(), 0) * 1000):
+            for descriptor, event in poll.poll(max(min(watch, end) - time.monotonic(), 0) * 1000):
                 name = names.get(descriptor)
                 if descriptor == self.home.control.fileno():
                     raise SystemExit(1)  # The host has closed the socket: nobody wants this run any more.
@@ -188,7 +190,9 @@ class Run:
                     os.read(self.home.wake, _CHUNK)
                     self._reap()
                 elif name is None:
-                    self.ended = "ok"  # The tests' side has gone on to the next run, or to its end.
+                    # The tests' side has gone on, most likely because this one is ending.
+                    poll.unregister(descriptor)
+                    end, over = min(end, time.monotonic() + _LEAVE), "ok"
                 elif name == "stdin":
                     feed = self._feed(descriptor, feed, event)
                     if not feed:
