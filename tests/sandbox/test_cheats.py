@@ -58,6 +58,7 @@ STYLES: dict[str, Any] = {
         f"assert {{f('word'): 1}}.get({WORD!r}) == 1",
         f"assert sum(f('items')) - {sum(ITEMS)!r} == 0",
         f"assert str(f('word')) == {WORD!r}",
+        f"assert f('word').startswith({WORD!r})",
     ],
 }
 
@@ -103,6 +104,7 @@ CHEATS: dict[str, str] = {
             def __lt__(self, other): return True
             __gt__ = __le__ = __ge__ = __lt__
             def __round__(self, digits=None): return 0
+            def startswith(self, text): return True
         def f(*_): return Chain()
         """,
     "replace the builtins": """

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from strop.config.sandbox import LimitSettings
 from strop.errors import UserError
+from strop.sandbox.cgroups import find_cgroups
 from strop.sandbox.interpreter import INSIDE, Interpreter, environment, runner_arguments
 from strop.sandbox.seccomp import filter_program
 from strop.sandbox.started import Command
@@ -69,6 +70,7 @@ class Bubblewrap:
         self.packages = packages
         self.as_root = _may_mount() if as_root is None else as_root
         self.proc = True
+        self.cgroups = find_cgroups()
         machine = platform.machine()
         try:
             self.filter: bytes | None = filter_program(machine)
@@ -96,7 +98,8 @@ class Bubblewrap:
             "limit_processes": self.as_root or _counts_processes_by_namespace(),
         }
         argv = [self.path, *self._isolation(), *self._files(), *options, "--", *self._runner()]
-        return Command(argv, setup, environment(FOLDER), descriptors, info)
+        cage = self.cgroups.cage(self.limits) if self.cgroups is not None else None
+        return Command(argv, setup, environment(FOLDER), descriptors, info, cage=cage)
 
     def _runner(self) -> list[str]:
         return runner_arguments(self.interpreter, _RUNNER)

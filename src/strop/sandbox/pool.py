@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from strop.config.sandbox import LimitSettings
@@ -26,8 +27,8 @@ _ATTEMPTS = 3
 class Pool:
     """Runs jobs in sandboxes of this machine, `workers` at a time.
 
-    One thread, the keeper, starts sandboxes and clears away used ones; `workers` threads run jobs. All are daemons: a
-    program that runs does not keep this process from ending, and ends with it.
+    One thread, the keeper, starts sandboxes and clears away used ones; another waits until they are ready; `workers`
+    threads run jobs. All are daemons: a program that runs does not keep this process from ending, and ends with it.
 
     Args:
         name: of the backend.
@@ -41,6 +42,8 @@ class Pool:
         self.workers = workers
         self._command = command
         self.warm = warm
+        self._starting: queue.SimpleQueue[Started | None] = queue.SimpleQueue()
+        self._started = 0
         self._waiting: deque[Started] = deque()
         self._used: deque[Started] = deque()
         self._wanted = 0
@@ -59,6 +62,8 @@ class Pool:
             if self._keeper is None and not self._closed:
                 self._keeper = threading.Thread(target=self._keep, name="strop-sandbox-keeper", daemon=True)
                 self._keeper.start()
+                self._starter = threading.Thread(target=self._prepare, name="strop-sandbox-starter", daemon=True)
+                self._starter.start()
                 for number in range(self.workers):
                     threading.Thread(target=self._work, name=f"strop-sandbox-{number}", daemon=True).start()
 
@@ -92,7 +97,6 @@ class Pool:
                 for one in (job, job.partner):
                     if one is not None:
                         taken.append(self._take())
-                        taken[-1].wait_until_ready(one.limits)
                 return _run(taken, job)
             except _NotBegun as error:
                 if attempt == _ATTEMPTS - 1:
@@ -112,7 +116,11 @@ class Pool:
             return
         for one in running:
             one.end()
-        self._keeper.join()
+        for thread in (self._keeper, self._starter):
+            thread.join()
+        for one in [*self._waiting, *self._used]:
+            one.kill()
+            one.finish()
 
     # --- the keeper ---
 
@@ -121,28 +129,41 @@ class Pool:
             with self._changed:
                 self._changed.wait_for(self._something_to_do)
                 if self._closed:
-                    rest = [*self._waiting, *self._used]
                     break
                 used = self._used.popleft() if self._used and not self._lacking() else None
+                self._started += used is None
             if used is not None:
                 used.finish()
                 continue
             try:
-                started: Started | None = Started(self._command())
+                self._starting.put(Started(self._command()))
             except OSError as error:
-                started, failure = None, SandboxError(f"a sandbox cannot be started: {error}")
-            with self._changed:
-                if started is not None:
-                    self._waiting.append(started)
-                else:
-                    self._broken = failure
-                self._changed.notify_all()
-        for one in rest:
-            one.kill()
-            one.finish()
+                self._note(None, SandboxError(f"a sandbox cannot be started: {error}"))
+        self._starting.put(None)
+
+    def _prepare(self) -> None:
+        while (one := self._starting.get()) is not None:
+            failure = None
+            try:
+                one.wait_until_ready()
+            except SandboxError as error:
+                failure = error
+            self._note(one, failure)
+
+    def _note(self, one: Started | None, failure: SandboxError | None) -> None:
+        """A sandbox is ready, or has failed to start."""
+        with self._changed:
+            self._started -= 1
+            self._broken = failure
+            if one is not None and (failure is not None or self._closed):
+                one.kill()
+                self._used.append(one)
+            elif one is not None:
+                self._waiting.append(one)
+            self._changed.notify_all()
 
     def _lacking(self) -> bool:
-        return self._broken is None and len(self._waiting) < self.warm + self._wanted
+        return self._broken is None and len(self._waiting) + self._started < self.warm + self._wanted
 
     def _something_to_do(self) -> bool:
         return self._closed or bool(self._used) or self._lacking()
@@ -150,8 +171,7 @@ class Pool:
     def _take(self) -> Started:
         """The sandbox that has waited longest."""
         with self._changed:
-            if self._broken is not None:
-                self._broken = None  # Try again for this job.
+            self._broken = None  # Try again for this job.
             self._wanted += 1
             self._changed.notify_all()
             try:
@@ -209,7 +229,7 @@ def _run(taken: list[Started], job: Job) -> SandboxResult:
                 one = key.fileobj
                 if told[one].listen(one, _longest(job.limits)):
                     selector.unregister(one)
-    first, *others = (told[one].results() for one in taken)
+    first, *others = (told[one].results(one.out_of_memory()) for one in taken)
     return SandboxResult(first, others[0] if others else ())
 
 
@@ -267,7 +287,10 @@ class _Told:
             self._rest = RunResult("killed", stderr="the process that runs the program was ended")
         return True
 
-    def results(self) -> tuple[RunResult, ...]:
+    def results(self, out_of_memory: bool) -> tuple[RunResult, ...]:
+        """One for each run; what was killed in a sandbox that was out of memory was killed for that."""
         if not self.begun:
             raise SandboxError("a sandbox had its job and did not begin")
+        if out_of_memory:
+            self._runs = [replace(run, ended="memory") if run and run.ended == "killed" else run for run in self._runs]
         return tuple(run or self._rest for run in self._runs)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from strop.config.sandbox import LimitSettings
 from strop.sandbox.protocol import Job, SandboxError
 
 START_SECONDS = 60.0
@@ -28,7 +27,7 @@ GRACE_SECONDS = 10.0
 class Cage(Protocol):
     """What a sandbox is locked into from outside, besides what its command does: limits on the whole of it."""
 
-    def hold(self, pid: int, *, memory_mib: int, processes: int) -> None:
+    def hold(self, pid: int) -> None:
         """Lock up a process that has no children yet."""
         ...
 
@@ -93,7 +92,7 @@ class Started:
             for descriptor in command.descriptors:
                 os.close(descriptor)
 
-    def wait_until_ready(self, limits: LimitSettings) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until it can take its job.
 
         Raises:
@@ -114,7 +113,10 @@ class Started:
             self._command.info = None
             self._watched = os.pidfd_open(pid)
             if self._command.cage is not None:
-                self._command.cage.hold(pid, memory_mib=limits.memory_mib, processes=limits.processes)
+                try:
+                    self._command.cage.hold(pid)
+                except OSError as error:
+                    raise SandboxError(f"a sandbox could not be put into its control group: {error}") from None
 
     def fileno(self) -> int:
         return self._control.fileno()

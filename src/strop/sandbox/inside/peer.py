@@ -41,6 +41,13 @@ OPERATIONS: Mapping[str, Callable[..., Any]] = {
     **{function.__name__: function for function in (len, iter, next, str, repr, bool, int, float, abs, hash, round)},
     **{name: getattr(operator, f"__{name}__") for name in (*ARITHMETIC, *COMPARISONS, "neg")},
 }
+PREDICATES = frozenset(
+    name
+    for kind in (str, bytes, set, float)
+    for name in dir(kind)
+    if name.startswith("is") or name in ("startswith", "endswith")
+)
+"""Methods by which Python's own types say yes or no."""
 HARMLESS = frozenset({"call", "iter", "next"})
 """What a program may do with the objects of its tests."""
 
@@ -52,12 +59,16 @@ class Peer:
         channel: file descriptor of a stream socket.
         allowed: operations on own objects that the other side may ask for.
         home: module whose classes are never copied as plain data, though they derive from a plain type.
+        named: classes of the other side that this side knows by name.
     """
 
-    def __init__(self, channel: int, *, allowed: frozenset[str], home: str = "") -> None:
+    def __init__(
+        self, channel: int, *, allowed: frozenset[str], home: str = "", named: frozenset[str] = frozenset()
+    ) -> None:
         self._channel = channel
         self._allowed = allowed
         self._home = home
+        self.named = named
         self.answers: dict[str, Callable[..., Any]] = {}
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -178,7 +189,7 @@ class Peer:
         if isinstance(value, type) and issubclass(value, BaseException):
             bases = [base.__name__ for base in value.__mro__ if base.__module__ == "builtins"]
             return {"error": bases, "class": value.__name__}
-        return {"number": self._numbers[id(value)]}
+        return {"number": self._numbers[id(value)], "class": kind.__name__}
 
     def _import(self, data: Any) -> Any:
         if "yours" in data:
@@ -187,7 +198,7 @@ class Peer:
             return self.error_class(str(data["class"]), [str(base) for base in data["error"]])
         number = int(data["number"])
         if number not in self._remotes:
-            self._remotes[number] = Remote(self, number)
+            self._remotes[number] = Remote(self, number, str(data["class"]))
         return self._remotes[number]
 
     # --- the channel ---
@@ -252,13 +263,14 @@ class Remote:
     The program could make an object that is equal to everything. So it has no say in what compares its objects with
     plain data: such an object equals no plain value, and an order with one is a TypeError. Operators between two of its
     objects are its own. Arithmetic with plain data must give another object of its own, which cannot be turned into a
-    number any more: `abs(answer - 0.5) < 1e-6` would otherwise be its to decide.
+    number any more: `abs(answer - 0.5) < 1e-6` would otherwise be its to decide. An object of a
+    class that the tests do not name stands for a value; it has no `startswith` with which to answer for itself.
     """
 
-    __slots__ = ("__number", "__peer", "__touched")
+    __slots__ = ("__class_name", "__number", "__peer", "__touched")
 
-    def __init__(self, peer: Peer, number: int) -> None:
-        for name, value in (("peer", peer), ("number", number), ("touched", False)):
+    def __init__(self, peer: Peer, number: int, class_name: str) -> None:
+        for name, value in (("peer", peer), ("number", number), ("class_name", class_name), ("touched", False)):
             object.__setattr__(self, f"_Remote__{name}", value)
 
     def __ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
@@ -289,6 +301,8 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name not in _FORWARDED:
             raise AttributeError(name)
+        if name in PREDICATES and self.__class_name not in self.__peer.named:
+            raise AttributeError(f"an object of the program has no {name!r} here")
         return self.__ask("get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

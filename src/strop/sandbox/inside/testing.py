@@ -66,10 +66,11 @@ def _verdict(source: str, path: str, asked: dict[str, Any], channel: int) -> dic
         codes = [compile(tree, name, "exec", dont_inherit=True) for tree, (name, _) in zip(trees, parts, strict=True)]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return {"passed": False, "fault": f"the tests do not compile: {error}"}
-    peer = Peer(channel, allowed=HARMLESS)
+    read, bound = names_of(trees)
+    peer = Peer(channel, allowed=HARMLESS, named=frozenset(read | bound))
     namespace = {"__name__": "tests"}
     try:
-        _bind(namespace, peer, free_names(trees), asked["entry"])
+        _bind(namespace, peer, read - bound, asked["entry"])
         for code in codes:
             exec(code, namespace)
     except BaseException as error:
@@ -110,8 +111,8 @@ def _bind(namespace: dict[str, Any], peer: Peer, free: set[str], entry: str) -> 
         namespace[entry.rpartition(".")[2]] = namespace["candidate"] = peer.ask("find", entry)
 
 
-def free_names(trees: list[ast.Module]) -> set[str]:
-    """Names that code reads and nowhere binds."""
+def names_of(trees: list[ast.Module]) -> tuple[set[str], set[str]]:
+    """The names that code reads, and those that it binds anywhere."""
     read: set[str] = set()
     bound: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
@@ -125,7 +126,7 @@ def free_names(trees: list[ast.Module]) -> set[str]:
             bound.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ExceptHandler) and node.name:
             bound.add(node.name)
-    return read - bound
+    return read, bound
 
 
 def _place(error: BaseException, sources: dict[str, str]) -> str:
