@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 SECRET = "secret-of-the-host-4711"
@@ -96,11 +96,11 @@ def processes_inside() -> list[int]:
     return [pid for pid, space in spaces.items() if space != mine and os.getpid() in below(pid)]
 
 
-def settles_at(count: int, seconds: float = 15.0) -> bool:
-    """Whether the number of processes in sandboxes comes to be this within a time."""
+def settles_at(count: int, seconds: float = 15.0, *, beside: Collection[int] = ()) -> bool:
+    """Whether the number of processes in sandboxes, beside those, comes to be this within a time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if len(processes_inside()) == count:
+        if len(set(processes_inside()) - set(beside)) == count:
             return True
         time.sleep(0.05)
     return False

@@ -44,7 +44,8 @@ def call(name, *arguments):
     if libc.syscall(number, *arguments) == -1: raise OSError(ctypes.get_errno())
 NUMBERS = {
     'ptrace': (101, 117), 'process_vm_writev': (311, 271), 'mount': (165, 40), 'unshare': (272, 97),
-    'setns': (308, 268), 'pivot_root': (155, 41), 'keyctl': (250, 219), 'bpf': (321, 280), 'perf_event_open': (298, 241),
+    'setns': (308, 268), 'pivot_root': (155, 41), 'keyctl': (250, 219), 'bpf': (321, 280),
+    'perf_event_open': (298, 241),
     'userfaultfd': (323, 282), 'io_uring_setup': (425, 425), 'memfd_create': (319, 279), 'shmget': (29, 194),
     'add_key': (248, 217), 'open_by_handle_at': (304, 265), 'clone': (56, 220), 'clone3': (435, 435),
     'reboot': (169, 142), 'syslog': (103, 116), 'init_module': (175, 105), 'settimeofday': (164, 170),

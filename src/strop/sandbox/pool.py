@@ -21,7 +21,7 @@ from strop.sandbox.protocol import Job, RunResult, SandboxError, SandboxResult
 from strop.sandbox.started import GRACE_SECONDS, Command, Started
 
 _ATTEMPTS = 3
-"""Sandboxes that are tried for a job, where one has died while it waited."""
+"""Sandboxes that are tried for a job, where one did not start or has died while it waited."""
 
 
 class Pool:
@@ -47,7 +47,7 @@ class Pool:
         self._waiting: deque[Started] = deque()
         self._used: deque[Started] = deque()
         self._wanted = 0
-        self._broken: SandboxError | None = None
+        self._broken: _NotBegun | None = None
         self._changed = threading.Condition()
         self._closed = False
         self._owner = os.getpid()
@@ -138,7 +138,7 @@ class Pool:
             try:
                 self._starting.put(Started(self._command()))
             except OSError as error:
-                self._note(None, SandboxError(f"a sandbox cannot be started: {error}"))
+                self._note(None, _NotBegun(f"a sandbox cannot be started: {error}"))
         self._starting.put(None)
 
     def _prepare(self) -> None:
@@ -147,10 +147,10 @@ class Pool:
             try:
                 one.wait_until_ready()
             except SandboxError as error:
-                failure = error
+                failure = _NotBegun(str(error))
             self._note(one, failure)
 
-    def _note(self, one: Started | None, failure: SandboxError | None) -> None:
+    def _note(self, one: Started | None, failure: _NotBegun | None) -> None:
         """A sandbox is ready, or has failed to start."""
         with self._changed:
             self._started -= 1

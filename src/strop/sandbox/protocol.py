@@ -25,7 +25,8 @@ class Job:
     on its standard input. `call` loads `source` as a module and calls a function of it: each of `inputs` is one call
     (`calls.call_input`). `check` runs tests, each of `inputs` one (`calls.check_input`), against the program in
     `partner`, whose mode is `serve`; that one is in a sandbox of its own. files: more files in the working folder, by
-    relative path. stop_at_failure: start no further run after one that did not end with `ok`.
+    relative path. limits: no higher than those that the sandbox was made with, which hold in any case.
+    stop_at_failure: start no further run after one that did not end with `ok`.
     """
 
     mode: Mode

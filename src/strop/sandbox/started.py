@@ -108,15 +108,27 @@ class Started:
             if messages and not self._ready:
                 raise SandboxError(f"a sandbox did not get ready: {messages[0].get('fault', messages[0])}")
         if self._command.info is not None:
-            pid = json.loads(os.read(self._command.info, 1 << 12))["child-pid"]
-            os.close(self._command.info)
-            self._command.info = None
+            self._watch(self._command.info)
+
+    def _watch(self, info: int) -> None:
+        """Get hold of the runner's process, and lock it up.
+
+        Raises:
+            SandboxError: it has ended already, or cannot be locked up.
+        """
+        try:
+            pid = int(json.loads(os.read(info, 1 << 12))["child-pid"])
             self._watched = os.pidfd_open(pid)
+            # Had it ended, its number could be another process's by now.
+            parent = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) != self._process.pid:
+                os.close(self._watched)
+                self._watched = None
+                raise ProcessLookupError("it has ended")
             if self._command.cage is not None:
-                try:
-                    self._command.cage.hold(pid)
-                except OSError as error:
-                    raise SandboxError(f"a sandbox could not be put into its control group: {error}") from None
+                self._command.cage.hold(pid)
+        except (OSError, ValueError, LookupError) as error:
+            raise SandboxError(f"a sandbox could not be taken hold of: {error}") from None
 
     def fileno(self) -> int:
         return self._control.fileno()

@@ -98,8 +98,9 @@ def to_the_end(act: Callable[[], None], path: str) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for channel in (sys.stdout, sys.stderr):
+            if channel is not None and not channel.closed:
+                channel.flush()
     except BaseException as error:
         code = code or 1
         _show(error, path)
