@@ -35,6 +35,7 @@ class Host:
         self.mounts = Path("/proc/self/mountinfo").read_text()
         self.clock = time.time() - time.monotonic()
         self.hostname = socket.gethostname()
+        self.kernel = self._kernel()
         self.before = self._system()
 
     def harm(self) -> list[str]:
@@ -52,9 +53,22 @@ class Host:
             found.append("the mounts have changed")
         if abs(time.time() - time.monotonic() - self.clock) > 60 or socket.gethostname() != self.hostname:
             found.append("clock or hostname was set")
+        if self._kernel() != self.kernel:
+            found.append("settings of the kernel were changed")
         if self._system() != self.before:
             found.append("files of the system were changed")
         return found
+
+    @staticmethod
+    def _kernel() -> list[str]:
+        names = (
+            "kernel/core_pattern",
+            "kernel/modprobe",
+            "kernel/sysrq",
+            "vm/overcommit_memory",
+            "kernel/yama/ptrace_scope",
+        )
+        return [path.read_text() for name in names if (path := Path("/proc/sys", name)).exists()]
 
     @staticmethod
     def _system() -> dict[str, float]:

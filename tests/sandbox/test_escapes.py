@@ -28,7 +28,7 @@ class Attempt:
 
 def tries(body: str, error: str = "OSError", before: str = "") -> Attempt:
     """An attempt of several statements, of which each has to fail with the error."""
-    lines = ["import os, socket, ctypes, subprocess", *textwrap.dedent(before).strip().splitlines()]
+    lines = ["import os, socket, ctypes, time", *textwrap.dedent(before).strip().splitlines()]
     for statement in textwrap.dedent(body).strip().splitlines():
         lines += ["try:", f"    {statement}", f"except {error}: pass", f"else: print('ESCAPED', {statement!r})"]
     return Attempt("\n".join([*lines, "print('contained')"]))
@@ -163,21 +163,23 @@ ATTEMPTS: dict[str, Attempt] = {
     ),
     "set clock and hostname, reboot": tries(
         """
-        call('settimeofday', ctypes.create_string_buffer(16), 0)
+        call('settimeofday', 0, 0)
         call('sethostname', b'escaped', 7)
         socket.sethostname('escaped')
-        __import__('time').clock_settime(0, 0)
-        call('reboot', 0xfee1dead, 672274793, 0x1234567, 0)
+        time.clock_settime(0, time.time())
+        call('reboot', 0xfee1dead, 672274793, 0, 0)
         """,
         before=SYSCALL,
     ),
     "change the kernel through its files": tries(
         """
-        open('/proc/sys/kernel/core_pattern', 'w').write('|/sandbox/x')
-        open('/proc/sysrq-trigger', 'w').write('c')
-        open('/proc/sys/kernel/hostname', 'w').write('x')
-        open('/proc/self/oom_score_adj', 'w').write('-1000')
-        open('/sys/fs/cgroup/release_agent', 'w').write('x')
+        os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY)
+        os.open('/proc/sys/kernel/hostname', os.O_WRONLY)
+        os.open('/proc/sys/vm/drop_caches', os.O_WRONLY)
+        os.open('/proc/sysrq-trigger', os.O_WRONLY)
+        os.open('/proc/self/oom_score_adj', os.O_WRONLY)
+        os.open('/proc/self/uid_map', os.O_WRONLY)
+        os.open('/sys/fs/cgroup/release_agent', os.O_WRONLY)
         os.listdir('/sys/fs/cgroup')
         """
     ),

@@ -134,7 +134,8 @@ class Bubblewrap:
             for folder in self.interpreter.packages:
                 options += self._read_only(folder)
         options += ["--ro-bind", str(INSIDE), _RUNNER]
-        options += ["--proc", "/proc"] if self.proc else []
+        # Root of a namespace may write to kernel settings that belong to no namespace; so nobody may write in /proc.
+        options += ["--proc", "/proc", "--remount-ro", "/proc"] if self.proc else []
         options += ["--dev", "/dev"]
         for folder in (_SHARED, FOLDER):
             options += ["--perms", "1777", "--size", size, "--tmpfs", folder]
