@@ -10,7 +10,7 @@ from strop.config.rewards import CodeVerifier
 from strop.config.sandbox import LimitSettings
 from strop.rewards.code_answers import prints_the_same, returns_the_same
 from strop.rewards.code_block import find_program
-from strop.rewards.code_tests import Tests, read_tests
+from strop.rewards.code_tests import Suite, read_tests
 from strop.rewards.failures import shorten
 from strop.rewards.protocol import Completed, Verdict
 from strop.sandbox.calls import Checked, checked, value_of
@@ -62,7 +62,7 @@ class Code:
             return Verdict(None, "verifier_error", shorten(str(error)))
         return self._score(passed)
 
-    def _tests(self, item: Completed) -> Tests:
+    def _tests(self, item: Completed) -> Suite:
         row, settings = item.row, self.settings
         if settings.tests not in row:
             raise ValueError(f"the row has no column {settings.tests!r}; it has {', '.join(row) or 'none'}")
@@ -81,7 +81,7 @@ class Code:
             raise ValueError(f"the column {name!r} holds a {type(value).__name__}; code is needed")
         return value or ""
 
-    def _job(self, program: str, tests: Tests) -> Job:
+    def _job(self, program: str, tests: Suite) -> Job:
         # Where one failure decides, the runs after it are of no use.
         early = self.settings.credit == "all"
         if tests.style == "assert":
@@ -92,7 +92,7 @@ class Code:
         mode = "script" if tests.style == "stdin" else "call"
         return Job(mode, program, inputs=tests.inputs, limits=self.limits, stop_at_failure=early)
 
-    def _why_not(self, tests: Tests, index: int, result: SandboxResult) -> str:
+    def _why_not(self, tests: Suite, index: int, result: SandboxResult) -> str:
         """What is wrong with one test; empty if it passed."""
         run = result.runs[index]
         if tests.style == "assert":

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-_DECIMAL = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d{1,4})?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][+-]?[0-9]{1,4})?")
 
 
 def prints_the_same(
@@ -46,12 +47,9 @@ def _words_equal(printed: list[str], expected: list[str], tolerance: float) -> b
 
 
 def _decimals_equal(printed: str, expected: str, tolerance: float) -> bool:
-    if not _DECIMAL.fullmatch(expected) or len(printed) > 400:
+    if not _DECIMAL.fullmatch(expected) or not _NUMBER.fullmatch(printed) or len(printed) > 400:
         return False
-    try:
-        return _close(float(printed), float(expected), tolerance)
-    except ValueError:
-        return False
+    return _close(float(printed), float(expected), tolerance)
 
 
 def returns_the_same(value: Any, expected: Any, tolerance: float) -> bool:

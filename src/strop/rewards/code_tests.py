@@ -15,7 +15,7 @@ Style = Literal["stdin", "function", "assert"]
 
 
 @dataclass(frozen=True)
-class Tests:
+class Suite:
     """style: what is compared. inputs: one for each test, for the sandbox. expected: for each test the answers that
     are right (for `assert` there are none). source: for `assert`, code that comes before each test."""
 
@@ -24,12 +24,12 @@ class Tests:
     expected: tuple[tuple[Any, ...], ...] = ()
     source: str = ""
 
-    def first(self, count: int | None) -> Tests:
+    def first(self, count: int | None) -> Suite:
         """The first `count` of them."""
-        return Tests(self.style, self.inputs[:count], self.expected[:count], self.source)
+        return Suite(self.style, self.inputs[:count], self.expected[:count], self.source)
 
 
-def read_tests(given: Any, style: Literal["auto", "stdin", "function", "assert"], entry: str, setup: str) -> Tests:
+def read_tests(given: Any, style: Literal["auto", "stdin", "function", "assert"], entry: str, setup: str) -> Suite:
     """The tests of a column.
 
     Args:
@@ -57,7 +57,7 @@ def read_tests(given: Any, style: Literal["auto", "stdin", "function", "assert"]
     mappings = [_case(case) for case in cases]
     if style == "function" or (style == "auto" and _calls(mappings[0], entry)):
         return _of_calls(mappings, entry)
-    return Tests(
+    return Suite(
         "stdin",
         tuple(_text(_joined(case.get("input", case.get("stdin", ""))), "the input of a test") for case in mappings),
         tuple((_text(_joined(_first(case, _OUTPUT)), "the output of a test"),) for case in mappings),
@@ -95,7 +95,7 @@ def _joined(value: Any) -> Any:
 
 
 def _from_columns(given: Mapping[str, Any], entry: str) -> tuple[list[dict[str, Any]], str]:
-    """Tests as `{inputs: [...], outputs: [...], fn_name: ...}`, as in APPS and TACO."""
+    """Suite as `{inputs: [...], outputs: [...], fn_name: ...}`, as in APPS and TACO."""
     if "input_output" in given:
         given = json.loads(given["input_output"])
     inputs, outputs = given["inputs"], given.get("outputs")
@@ -123,7 +123,7 @@ def _calls(case: Mapping[str, Any], entry: str) -> bool:
     return bool(entry) and not isinstance(case.get("input", case.get("stdin")), str)
 
 
-def _of_calls(cases: list[dict[str, Any]], entry: str) -> Tests:
+def _of_calls(cases: list[dict[str, Any]], entry: str) -> Suite:
     inputs, expected = [], []
     for case in cases:
         name = str(case.get("entry_point") or entry)
@@ -137,7 +137,7 @@ def _of_calls(cases: list[dict[str, Any]], entry: str) -> Tests:
         except NotPlain as error:
             raise ValueError(f"the arguments of a test cannot be handed over: {error}") from None
         expected.append((answer, case["or"]) if "or" in case else (answer,))
-    return Tests("function", tuple(inputs), tuple(expected))
+    return Suite("function", tuple(inputs), tuple(expected))
 
 
 def _arguments(case: Mapping[str, Any]) -> list[Any]:
@@ -155,15 +155,15 @@ def _arguments(case: Mapping[str, Any]) -> list[Any]:
 # --- code ---
 
 
-def _code(texts: list[str], entry: str, setup: str) -> Tests:
+def _code(texts: list[str], entry: str, setup: str) -> Suite:
     if len(texts) > 1:
-        return Tests("assert", tuple(check_input(text, entry) for text in texts), source=setup)
+        return Suite("assert", tuple(check_input(text, entry) for text in texts), source=setup)
     try:
         module = ast.parse(texts[0])
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the tests are no Python: {error}") from None
     source, tests = _split(texts[0], module, entry)
-    return Tests("assert", tuple(check_input(test, entry) for test in tests), source=f"{setup}\n{source}".lstrip("\n"))
+    return Suite("assert", tuple(check_input(test, entry) for test in tests), source=f"{setup}\n{source}".lstrip("\n"))
 
 
 def _split(text: str, module: ast.Module, entry: str) -> tuple[str, list[str]]:

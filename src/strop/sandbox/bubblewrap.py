@@ -11,7 +11,6 @@ import os
 import platform
 import random
 import shutil
-import subprocess
 from pathlib import Path
 
 from strop.config.sandbox import LimitSettings
@@ -177,12 +176,12 @@ def _counts_processes_by_namespace() -> bool:
         return False
 
 
-def why_not(printed: str) -> tuple[str, str]:
+def why_not(printed: str, root: Path = Path("/")) -> tuple[str, str]:
     """What keeps bubblewrap from working here, and the mend, from what it printed and what the kernel allows."""
 
     def kernel(name: str) -> str:
         try:
-            return Path("/proc/sys", name).read_text(encoding="ascii").strip()
+            return (root / "proc/sys" / name).read_text(encoding="ascii").strip()
         except OSError:
             return ""
 
@@ -194,15 +193,10 @@ def why_not(printed: str) -> tuple[str, str]:
         if kernel(name) == bad:
             key = name.replace("/", ".")
             return f"{key} is {bad}: users may not make namespaces", f"as root: sysctl -w {key}={good}"
-    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
+    if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
         return (
             f"the container may not make namespaces ({printed})",
             "start the container with --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
             "--security-opt systempaths=unconfined, or with --privileged",
         )
     return printed, "run `bwrap --unshare-all --ro-bind / / true` to see what the kernel refuses"
-
-
-def version(path: str) -> str:
-    """What `bwrap --version` says."""
-    return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.strip()

@@ -35,7 +35,7 @@ def serve_program(source: str, path: str, channel: int) -> NoReturn:
         peer = Peer(channel, allowed=frozenset(OPERATIONS), home=MODULE)
         peer.answers = {
             "names": names,
-            "all names": lambda: [name for name in vars(module) if not name.startswith("_")],
+            "all names": lambda: list(names([name for name in vars(module) if not name.startswith("_")])),
             "find": lambda entry: find_function(module, entry),
         }
         peer.serve()
