@@ -83,8 +83,8 @@ def test_every_key_explains_itself_under_every_spelling() -> None:
         text = explain(place.path)
         assert text.splitlines()[0] == place.path
         assert place.description.split("\n")[0] in text
-    spellings = ("verifiers[numeric]", "verifiers.numeric", "verifiers.0", "verifiers", "verifiers[3]")
-    pages = {explain(f"rewards.{spelling}.tolerance") for spelling in spellings}
+    spellings = ("verifiers[exact]", "verifiers.exact", "verifiers.0", "verifiers", "verifiers[3]")
+    pages = {explain(f"rewards.{spelling}.strip") for spelling in spellings}
     assert len(pages) == 1
 
 
@@ -114,7 +114,7 @@ def test_a_list_of_kinds_lists_each_kind() -> None:
     assert all(f"kind: {kind} " in text for kind in ("exact", "numeric", "regex", "format", "python"))
     assert "tolerance" in explain("rewards.verifiers.numeric")
     assert "pattern" not in explain("rewards.verifiers.numeric")
-    kinds = 'one of "exact", "numeric", "regex", "format", "python" or "reward_model"'
+    kinds = 'one of "exact", "numeric", "math", "choice", "regex", "format", "python", "reward_model", "judge" or "http"'
     assert kinds in explain("rewards.verifiers.kind")
 
 
@@ -138,7 +138,9 @@ def test_types_in_words() -> None:
     words = {leaf.path: describe(leaf.annotation) for leaf in leaves()}
     assert words["hardware.threads"] == 'a whole number above 0 or "auto"'
     assert words["rewards.max_error_share"] == "a number from 0 to 1"
-    assert words["rewards.verifiers[format].tags"] == "a list of 1 or more texts"
+    assert words["rewards.verifiers[format].tags"] == "a list of 1 or more texts, or null"
+    assert words["rewards.verifiers[judge].scale"] == "a list of 2 numbers"
+    assert words["rewards.clip"] == "a list of 2 numbers or null"
     assert words["model.lora.targets"] == 'a list of texts or "all-linear"'
     assert words["data.train.arguments"] == "a mapping of names to values"
     assert not any(text == "a value" for text in words.values())

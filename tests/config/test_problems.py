@@ -114,7 +114,7 @@ def test_no_special_mend_hides_a_key_that_exists() -> None:
         ("rewards.verifiers=[]", "a list of 1 or more entries, got []", ""),
         ("rewards.verifiers=[3]", "`rewards.verifiers.0` must be a section with a `kind`, got 3", ""),
         ("rewards.verifiers=[{}]", "`rewards.verifiers.0.kind` is missing", "kind: exact"),
-        ("rewards.verifiers=[{kind: numric}]", "must be one of exact, numeric, regex", "did you mean \"numeric\"?"),
+        ("rewards.verifiers=[{kind: numric}]", "must be one of exact, numeric, math", "did you mean \"numeric\"?"),
         ("rewards.verifiers=[{kind: regex}]", "`rewards.verifiers.0.pattern` is missing; it must be a text", "explain"),
         ("rewards.verifiers=[{kind: numeric, tolerance: x}]", "`rewards.verifiers.0.tolerance` must be a number", ""),
         ("data.train.path=null", "`data.train.path` must be a text, got null", ""),

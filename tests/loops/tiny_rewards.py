@@ -43,6 +43,11 @@ def counts_callers(prompts: list[str], completions: list[str], **_: Any) -> list
     return spread(prompts, completions)
 
 
+def together(completions: list[str], **_: Any) -> list[float]:
+    """A tenth of how many completions the call is about, and a little for what they are."""
+    return [len(completions) / 10 + len(completion) / 100 for completion in completions]
+
+
 def fails_once(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Every batch fails when it is first asked about."""
     with LOCK:

@@ -122,6 +122,7 @@ def observe(data: dict[str, Any], capture: Callable[[], str] = lambda: "") -> Se
     parts["threads"] = torch.get_num_threads()
     torch.set_num_threads(threads)
     parts["callers"] = tiny_rewards.STATE.get("peak", 0)
+    parts["requests"] = tiny_rewards.STATE.get("requests", 0)
     parts["text"] = capture()
     [run] = [path.parent for path in set(Path.cwd().glob("*/*/run.json")) - before] or [None]
     if run is not None:
@@ -160,13 +161,17 @@ def counted() -> Iterator[dict[str, Any]]:
 
     passes: tokens of each forward pass. blocks: passes through a feed-forward layer, those that are recomputed
     included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small products.
+    Of verifiers: workers is how many processes were started, timeouts the seconds that were given to them, to threads
+    and to requests.
     """
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
     from strop.models import logprobs
+    from strop.rewards import client, composition
+    from strop.rewards.process import Worker
     from strop.rollout.engines import packed_linear
 
-    counts: dict[str, Any] = {"passes": [], "blocks": 0, "logits": 0, "packed": 0}
+    counts: dict[str, Any] = {"passes": [], "blocks": 0, "logits": 0, "packed": 0, "workers": 0, "timeouts": []}
     forward, mlp, logits, product = (
         LlamaModel.forward,
         LlamaMLP.forward,
@@ -185,7 +190,28 @@ def counted() -> Iterator[dict[str, Any]]:
 
         return counting
 
+    def note(seconds: float) -> None:
+        counts["timeouts"] = sorted({*counts["timeouts"], seconds})
+
+    call, begin, post = composition.call, Worker.begin, client._post
+
+    def noting_call(function: Any, *, name: str, timeout: float) -> Any:
+        note(timeout)
+        return call(function, name=name, timeout=timeout)
+
+    def noting_begin(self: Any, settings: Any, timeout: float, payloads: Any) -> None:
+        note(timeout)
+        begin(self, settings, timeout, payloads)
+
+    def noting_post(server: Any, payload: bytes) -> Any:
+        note(server.timeout)
+        return post(server, payload)
+
     with (
+        mock.patch.object(composition, "call", noting_call),
+        mock.patch.object(Worker, "begin", noting_begin),
+        mock.patch.object(Worker, "__init__", count("workers", Worker.__init__)),
+        mock.patch.object(client, "_post", noting_post),
         mock.patch.object(LlamaModel, "forward", count_pass),
         mock.patch.object(LlamaMLP, "forward", count("blocks", mlp)),
         mock.patch.object(logprobs, "_logits", count("logits", logits)),

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import HELD_OUT, Seen, observe, put, recipe
+from tiny_server import tiny_server
 
 from strop.config.explain import leaves
 
@@ -64,8 +65,25 @@ OFF_POLICY = {"training.mini_batches": 2, "training.epochs": 2}
 FILES = {"data.eval": HELD_OUT, "warmup": {**WARMUP, "data": {"path": "rows.jsonl"}}}
 
 
+CHOICES = {**LETTERS, "model.create.characters": "aAB=\n", "rollout.max_new_tokens": 7, "rollout.group_size": 32}
+DECIMALS = {**NUMBERS, "model.create.characters": "12. "}
+SERVER: dict[str, str] = {}
+"""The address of the server that judges, while there is one."""
+
+
 def verified(verifier: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return recipe(**{"rewards.verifiers": [verifier], **changes})
+
+
+def judged(path: str = "", **options: Any) -> dict[str, Any]:
+    """A recipe whose completions, of two letters, are often the same."""
+    verifier = {"kind": "judge", "base_url": f"{SERVER['url']}{path}/v1", "model": "m", **options}
+    return verified(verifier, **LETTERS, **{"rewards.retries": 0})
+
+
+def served(path: str = "", **options: Any) -> dict[str, Any]:
+    verifier = {"kind": "http", "url": f"{SERVER['url']}{path}/score", **options}
+    return verified(verifier, **{"rewards.retries": 0})
 
 
 def sources(prefix: str, **settings: Any) -> dict[str, Any]:
@@ -111,6 +129,33 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "numbers": lambda: verified({"kind": "numeric"}, **NUMBERS),
     "pattern": lambda: verified(RARELY),
     "tags": lambda: verified({"kind": "format", "tags": ["a"]}, **TAGS),
+    "json": lambda: verified({"kind": "format", "json_schema": {"type": "integer"}}),
+    "maths": lambda: verified({"kind": "math"}, **DECIMALS),
+    "choices": lambda: verified({"kind": "choice"}, **CHOICES),
+    "judged": judged,
+    "judged by pattern": lambda: judged(read="pattern", pattern=r"style\W+(?P<score>\d+)"),
+    "judged by many": lambda: judged(votes=3, temperature=1.0),
+    "judged at the second try": lambda: judged("/once"),
+    "served": served,
+    "served in small parts": lambda: served(batch_size=1),
+    "served at the second try": lambda: served("/once"),
+    "together": lambda: verified({"kind": "python", "function": "tiny_rewards:together"}),
+    "two": lambda: recipe(
+        **{
+            "rewards.verifiers": [
+                {"kind": "python", "function": "tiny_rewards:spread"},
+                {"kind": "python", "name": "other", "function": "tiny_rewards:first_digit"},
+            ]
+        }
+    ),
+    "gated": lambda: recipe(
+        **{
+            "rewards.verifiers": [
+                {"kind": "python", "function": "tiny_rewards:spread", "gate": True},
+                {"kind": "python", "name": "other", "function": "tiny_rewards:first_digit"},
+            ]
+        }
+    ),
     "scored": lambda: verified({"kind": "reward_model", "path": "judge-1"}),
     "unhurried": lambda: verified({"kind": "python", "function": "tiny_rewards:unhurried"}),
     "callers": lambda: verified({"kind": "python", "function": "tiny_rewards:counts_callers"}),
@@ -199,6 +244,14 @@ def of_a_verifier(kind: str, context: str, other: dict[str, Any]) -> dict[str, C
         f"rewards.verifiers[{kind}].name": Case("mine", "names", context),
         f"rewards.verifiers[{kind}].weight": Case(0.5, "rewards", context),
         f"rewards.verifiers[{kind}].kind": Case(other, "names", context),
+        f"rewards.verifiers[{kind}].clip": Case([0.1, 0.2], "rewards", context),
+        f"rewards.verifiers[{kind}].when": Case(
+            {"prompt": ["none", "such"]}, "outcome", context, says="no verifier applies"
+        ),
+        f"rewards.verifiers[{kind}].gate": Case(True, "refused", context, says="gate` has no effect"),
+        f"rewards.verifiers[{kind}].requires": Case("other", "refused", context, says="requires 'other'"),
+        f"rewards.verifiers[{kind}].passes_at": Case(0.5, "refused", context, says="passes_at` has no effect"),
+        f"rewards.verifiers[{kind}].timeout": Case(29.0, "timeouts", context, steady=True),
     }
 
 
@@ -219,6 +272,7 @@ def of_an_optimizer(prefix: str, context: str, falling: str) -> dict[str, Case]:
 
 
 NUMERIC = {"kind": "numeric"}
+JUDGE = {"kind": "judge", "base_url": "http://localhost/v1", "model": "m"}
 MISSING = {name: importlib.util.find_spec(name) is None for name in ("wandb", "mlflow")}
 
 TABLE: dict[str, Case] = {
@@ -257,7 +311,48 @@ TABLE: dict[str, Case] = {
     "rewards.verifiers[regex].pattern": Case("[5-9]", "rewards", "pattern"),
     **of_a_verifier("format", "tags", NUMERIC),
     "rewards.verifiers[format].tags": Case(["a", "b"], "rewards", "tags"),
+    "rewards.verifiers[format].json_schema": Case({"type": "integer", "maximum": 99}, "rewards", "json"),
+    "rewards.verifiers[format].json_tag": Case("a", "rewards", "json"),
+    **of_a_verifier("math", "maths", NUMERIC),
+    "rewards.verifiers[math].take": Case("boxed", "rewards", "maths"),
+    "rewards.verifiers[math].tolerance": Case(20.0, "rewards", "maths"),
+    **of_a_verifier("choice", "choices", RARELY),
+    "rewards.verifiers[choice].letters": Case("BCDE", "outcome", "choices", says="none of the letters"),
+    "rewards.verifiers[choice].answers": Case("index", "outcome", "choices", says="no index of"),
+    "rewards.verifiers[choice].take": Case("only", "rewards", "choices"),
+    **of_a_verifier("judge", "judged", RARELY),
+    "rewards.verifiers[judge].base_url": Case("http://127.0.0.1:1/v1", "outcome", "judged", says="refused"),
+    "rewards.verifiers[judge].model": Case("other", "rewards", "judged"),
+    "rewards.verifiers[judge].api_key_env": Case("NO_SUCH_KEY", "refused", "judged", says="NO_SUCH_KEY' is not set"),
+    "rewards.verifiers[judge].rubric": Case("Good? {completion}", "rewards", "judged"),
+    "rewards.verifiers[judge].system": Case("Be kind.", "rewards", "judged"),
+    "rewards.verifiers[judge].read": Case("number", "rewards", "judged"),
+    "rewards.verifiers[judge].score_key": Case("style", "rewards", "judged"),
+    "rewards.verifiers[judge].pattern": Case(r"else (?P<score>\d+)", "rewards", "judged by pattern"),
+    "rewards.verifiers[judge].scale": Case([0, 20], "rewards", "judged"),
+    "rewards.verifiers[judge].votes": Case(2, "rewards", "judged by many"),
+    "rewards.verifiers[judge].combine": Case("median", "rewards", "judged by many"),
+    "rewards.verifiers[judge].temperature": Case(0.5, "rewards", "judged"),
+    "rewards.verifiers[judge].max_tokens": Case(64, "rewards", "judged"),
+    "rewards.verifiers[judge].arguments": Case({"seed": 1}, "rewards", "judged"),
+    "rewards.verifiers[judge].cache": Case("judge.sqlite", "requests", "judged", steady=True),
+    "rewards.verifiers[judge].concurrency": Case(1, "callers", "judged", steady=True),
+    "rewards.verifiers[judge].retries": Case(0, "outcome", "judged at the second try", says="HTTP 500"),
+    **of_a_verifier("http", "served", RARELY),
+    "rewards.verifiers[http].url": Case("http://127.0.0.1:1/", "outcome", "served", says="refused"),
+    "rewards.verifiers[http].api_key_env": Case("NO_SUCH_KEY", "refused", "served", says="NO_SUCH_KEY' is not set"),
+    "rewards.verifiers[http].columns": Case(["answer"], "rewards", "served"),
+    "rewards.verifiers[http].batch_size": Case(3, "requests", "served", steady=True),
+    "rewards.verifiers[http].concurrency": Case(1, "callers", "served in small parts", steady=True),
+    "rewards.verifiers[http].retries": Case(0, "outcome", "served at the second try", says="HTTP 500"),
     **of_a_verifier("python", "plain", RARELY),
+    # What these three do is the same for all kinds.
+    "rewards.verifiers[python].gate": Case(True, "rewards", "two"),
+    "rewards.verifiers[python].requires": Case("other", "rewards", "two"),
+    "rewards.verifiers[python].passes_at": Case(0.5, "rewards", "gated"),
+    "rewards.verifiers[python].timeout": Case(0.05, "outcome", "unhurried", says=r"timeout.*rewards\.timeout"),
+    "rewards.verifiers[python].isolate": Case("process", "workers", steady=True),
+    "rewards.verifiers[python].call_with": Case("completion", "rewards", "together"),
     "rewards.verifiers[python].function": Case("tiny_rewards:lengths", "rewards"),
     "rewards.verifiers[python].arguments": Case({"scale": 2.0}, "rewards"),
     **of_a_verifier("reward_model", "scored", RARELY),
@@ -266,6 +361,8 @@ TABLE: dict[str, Case] = {
     "rewards.verifiers[reward_model].device": Case(
         "cuda" if not torch.cuda.is_available() else "mps", "refused", "scored", says="there is no (cuda|mps) device"
     ),
+    "rewards.clip": Case([0.1, 0.2], "rewards"),
+    "rewards.worker_memory": Case(0.01, "outcome", "pattern", says="worker"),
     "rewards.timeout": Case(0.05, "outcome", "unhurried", says=r"timeout.*rewards\.timeout"),
     "rewards.retries": Case(0, "outcome", "fails once", says="busy"),
     "rewards.max_error_share": Case(0.0, "outcome", "fails later", says=r"max_error_share allows 0%"),
@@ -434,10 +531,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.chdir(folder)
     # Nothing here outlives the machine, and flushing to the disk is most of the time of so short a run.
     patch.setattr("os.fsync", lambda _: None)
+    patch.setattr("strop.rewards.client.FIRST_PAUSE", 0.01)
     patch.setattr("strop.data.huggingface._hub_answers", lambda: False)
     patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder / "modules"))
     patch.syspath_prepend(str(folder / "modules"))
-    yield folder
+    with tiny_server() as SERVER["url"]:
+        yield folder
     patch.undo()
 
 
@@ -569,6 +668,9 @@ IDLE: dict[str, Any] = {
     "model.trust_remote_code": True,
     "data.train.split": "test",
     "data.train.subset": "main",
+    "rewards.verifiers.0.gate": True,
+    "rewards.verifiers.0.passes_at": 0.5,
+    "rewards.worker_memory": 3.0,
 }
 
 
@@ -590,6 +692,11 @@ def test_a_key_that_would_have_no_effect_beside_the_others_is_refused(key: str, 
         ("training.optimizer.beta2", 0.5, {"training.optimizer.name": "muon", "model.lora": {"rank": 4}}),
         ("warmup.optimizer.eps", 0.1, {"warmup": WARMUP, "warmup.optimizer.name": "muon", "model.lora": {"rank": 4}}),
         ("warmup.optimizer.beta2", 0.5, {"warmup": WARMUP, "warmup.optimizer.name": "adafactor"}),
+        ("rewards.verifiers.0.json_tag", "a", {"rewards.verifiers": [{"kind": "format", "tags": ["b"]}]}),
+        ("rewards.verifiers.0.votes", 3, {"rewards.verifiers": [JUDGE]}),
+        ("rewards.verifiers.0.combine", "median", {"rewards.verifiers": [JUDGE]}),
+        ("rewards.verifiers.0.pattern", "(?P<score>1)", {"rewards.verifiers": [JUDGE]}),
+        ("rewards.verifiers.0.score_key", "grade", {"rewards.verifiers": [{**JUDGE, "read": "number"}]}),
         ("data.train.arguments", {"count": 3}, {"data.train": {"path": "rows.jsonl"}}),
         ("data.train.split", "other", {"data.train": {"path": "rows.jsonl"}}),
         ("data.train.subset", "one", {"data.train": {"path": "saved"}}),
@@ -602,6 +709,23 @@ def test_so_is_one_that_the_data_or_another_setting_leaves_no_room_for(
     found = observe(recipe(**{**changes, key: value}))
     assert found.run is None
     assert f"`{key}` has no effect" in str(found.error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rewards.verifiers": [{**NUMERIC, "when": {"sourc": "art"}}]}, "rewards.verifiers.0.when"),
+        (
+            {"rewards.verifiers": [{"kind": "http", "url": "http://localhost", "columns": ["asnwer"]}]},
+            "rewards.verifiers.0.columns",
+        ),
+    ],
+)
+def test_a_column_that_the_data_lacks_is_refused(changes: dict[str, Any], key: str, workplace: Path) -> None:
+    found = observe(recipe(**changes))
+    assert found.run is None
+    assert key in str(found.error)
+    assert "there is no column" in str(found.error)
 
 
 @pytest.mark.parametrize("key", ["training.optimizer", "warmup.optimizer"])

@@ -247,16 +247,21 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 def _describe_one(option: Any, bounds: tuple[Any, ...]) -> str:
     if get_origin(option) is list:
-        lengths = [bound.min_length for bound in bounds if getattr(bound, "min_length", None)]
-        few = f" of {lengths[0]} or more" if lengths else ""
-        item = get_args(option)[0]
-        return f"a list{few}{'' if few else ' of'} {_PLURALS.get(item, 'entries')}"
+        least, most = (_bound(bounds, name) for name in ("min_length", "max_length"))
+        few = str(least) if least == most else f"{least} or more"
+        [item, *_] = [kind for kind, _ in options(get_args(option)[0]) if kind not in (None, type(None))]
+        return f"a list of {few + ' ' if least else ''}{_PLURALS.get(item, 'entries')}"
     if get_origin(option) is dict or option is dict:
         return "a mapping of names to values"
     if isinstance(option, type) and issubclass(option, StrictModel):
         kind = kinds_of(option)[0][1]
         return f"a section of kind {json.dumps(kind)}" if kind else "a section"
     return _NAMES.get(option, "a value") + _range(bounds)
+
+
+def _bound(bounds: tuple[Any, ...], name: str) -> int | None:
+    found = [getattr(bound, name) for bound in bounds if getattr(bound, name, None)]
+    return int(found[0]) if found else None
 
 
 def _range(bounds: tuple[Any, ...]) -> str:

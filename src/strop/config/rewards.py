@@ -124,7 +124,7 @@ class FormatVerifier(Verifier):
 
     kind: Literal["format"]
     """Check the shape of a completion."""
-    tags: list[str] = Field(default_factory=list)
+    tags: Annotated[list[str], Field(min_length=1)] | None = None
     """Tag names expected in this order, such as `[think, answer]`."""
     json_schema: dict[str, Any] | None = None
     """A JSON schema; the completion must be JSON that fits it, as it stands or in one fenced block."""
@@ -133,7 +133,7 @@ class FormatVerifier(Verifier):
 
     @model_validator(mode="after")
     def _asks_for_something(self) -> Self:
-        if not self.tags and self.json_schema is None:
+        if self.tags is None and self.json_schema is None:
             raise ValueError("it checks nothing; set `tags`, `json_schema` or both")
         return self
 

@@ -134,18 +134,20 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
     assert prepared.held_out is not None
 
     async def work() -> Scores:
-        scores, episodes = await evaluate(
-            engine,
-            prepared.scorer,
-            roles.tokenizer,
-            prepared.held_out,
-            evaluation_settings(config),
-            prompts=prompts or config.evaluation.prompts,
-            samples=config.evaluation.samples,
-        )
-        check_errors([reward_of(e) for e in episodes], first_step=True, settings=config.rewards)
-        await engine.close()
-        await prepared.scorer.close()
+        try:
+            scores, episodes = await evaluate(
+                engine,
+                prepared.scorer,
+                roles.tokenizer,
+                prepared.held_out,
+                evaluation_settings(config),
+                prompts=prompts or config.evaluation.prompts,
+                samples=config.evaluation.samples,
+            )
+            check_errors([reward_of(e) for e in episodes], first_step=True, settings=config.rewards)
+        finally:
+            await engine.close()
+            await prepared.scorer.close()
         return scores
 
     return run_to_end(work)

@@ -12,9 +12,12 @@ from typing import Any
 
 from strop.config import Config
 from strop.config.data import DataSource
+from strop.config.rewards import CodeVerifier, FormatVerifier, JudgeVerifier, RewardSettings
 from strop.config.run import EvaluationSettings
+from strop.config.sandbox import SandboxSettings
 from strop.config.training import OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
+from strop.rewards.checks import is_isolated
 
 
 def check_idle(config: Config) -> None:
@@ -48,6 +51,9 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield from _idle_optimizer(key, optimizer, matrices_only and key != "critic.optimizer")
     if config.model.create is not None and config.model.trust_remote_code:
         yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
+    if config.rewards is not None:
+        yield from _idle_rewards(config.rewards)
+    yield from _idle_sandbox(config)
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
     if config.warmup is not None:
         sources["warmup.data"] = config.warmup.data
@@ -56,9 +62,28 @@ def _idle(config: Config) -> Iterator[UserError]:
             yield from _idle_source(key, source)
 
 
+def _idle_sandbox(config: Config) -> Iterator[UserError]:
+    given, default = config.sandbox, SandboxSettings()
+    changed = [name for name in SandboxSettings.model_fields if getattr(given, name) != getattr(default, name)]
+    if config.rewards is not None and not any(isinstance(one, CodeVerifier) for one in config.rewards.verifiers):
+        for name in changed:
+            yield _problem(f"sandbox.{name}", "without a verifier that runs programs")
+        return
+    remote = given.backend == "remote" or (given.backend == "auto" and given.url is not None)
+    if given.url is not None and not remote:
+        yield _problem("sandbox.url", f"with `sandbox.backend: {given.backend}`")
+    for name in ("python", "packages", "warm", "allow_unsandboxed"):
+        if remote and name in changed:
+            yield _problem(f"sandbox.{name}", "with a sandbox service, which decides that itself")
+    if given.token_variable is not None and not remote:
+        yield _problem("sandbox.token_variable", "without a sandbox service", "set sandbox.url")
+    if given.allow_unsandboxed and given.backend == "bubblewrap":
+        yield _problem("sandbox.allow_unsandboxed", "with `sandbox.backend: bubblewrap`", "set sandbox.backend to auto")
+
+
 # Sections and keys of reinforcement learning, with their defaults.
 _OF_SAMPLING = {
-    "": ("algorithm", "rollout", "warmup", "critic"),
+    "": ("algorithm", "rollout", "warmup", "critic", "sandbox"),
     "training": ("mini_batches", "epochs"),
     "evaluation": ("samples", "temperature", "max_new_tokens"),
     "tracking": ("episodes_every",),
@@ -110,6 +135,35 @@ def _idle_optimizer(key: str, settings: OptimizerSettings, matrices_only: bool) 
                 yield _problem(f"{key}.{name}", why, f"set {key}.name to adamw")
     if settings.schedule == "constant" and settings.final_share:
         yield _problem(f"{key}.final_share", "with a constant learning rate", f"set {key}.schedule to linear or cosine")
+
+
+def _idle_rewards(rewards: RewardSettings) -> Iterator[UserError]:
+    required = {verifier.requires for verifier in rewards.verifiers}
+    for index, verifier in enumerate(rewards.verifiers):
+        key = f"rewards.verifiers.{index}"
+        if verifier.gate and len(rewards.verifiers) == 1:
+            yield _problem(f"{key}.gate", "without another verifier")
+        if verifier.passes_at != 1.0 and not verifier.gate and (verifier.name or verifier.kind) not in required:
+            yield _problem(f"{key}.passes_at", "on a verifier that no other waits for", f"set {key}.gate")
+        if isinstance(verifier, FormatVerifier) and verifier.json_tag is not None and verifier.json_schema is None:
+            yield _problem(f"{key}.json_tag", "without a schema", f"set {key}.json_schema")
+        if isinstance(verifier, JudgeVerifier):
+            yield from _idle_judge(key, verifier)
+    if rewards.worker_memory != RewardSettings.model_fields["worker_memory"].default and not any(
+        is_isolated(verifier) for verifier in rewards.verifiers
+    ):
+        yield _problem("rewards.worker_memory", "with verifiers of which none runs in a worker process")
+
+
+def _idle_judge(key: str, judge: JudgeVerifier) -> Iterator[UserError]:
+    if judge.votes > 1 and judge.temperature == 0:
+        yield _problem(f"{key}.votes", "at temperature 0, where all votes are the same", f"set {key}.temperature")
+    if judge.votes == 1 and judge.combine != "mean":
+        yield _problem(f"{key}.combine", "on a single vote", f"set {key}.votes")
+    if judge.read != "json" and judge.score_key != "score":
+        yield _problem(f"{key}.score_key", "when the score is not read from JSON", f"set {key}.read to json")
+    if judge.read != "pattern" and judge.pattern is not None:
+        yield _problem(f"{key}.pattern", f"with `read: {judge.read}`", f"set {key}.read to pattern")
 
 
 def _idle_source(key: str, settings: DataSource) -> Iterator[UserError]:

@@ -12,6 +12,7 @@ from strop.loops.idle import check_idle, check_optimizers
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
+    from strop.config.rewards import RewardSettings
     from strop.data.prompts import PromptDataset
     from strop.data.sources import Source
     from strop.models.load import ModelFacts
@@ -63,6 +64,7 @@ def prepare(config: Config) -> Prepared:
         "data.eval": config.data.eval,
     }
     sources = {key: open_source(settings) for key, settings in given.items() if settings is not None}
+    _check_columns(config.rewards, sources["data.train"], sources.get("data.eval"))
 
     from strop.models.load import inspect_model
 
@@ -94,6 +96,27 @@ def prepare(config: Config) -> Prepared:
     return Prepared(
         config, hardware, facts, train, shown, held_out, scorer, algorithm, expected + config.rollout.max_new_tokens
     )
+
+
+def _check_columns(rewards: RewardSettings, train: Source, held_out: Source | None) -> None:
+    """Raise DataError unless the columns that verifiers choose rows by, read or send along are in the data."""
+    from strop.config.rewards import CodeVerifier
+    from strop.data.columns import listed, nearest
+
+    for index, verifier in enumerate(rewards.verifiers):
+        named = {"when": list(verifier.when), "columns": getattr(verifier, "columns", [])}
+        if isinstance(verifier, CodeVerifier):
+            code = {key: getattr(verifier, key) for key in ("tests", "setup", "before")}
+            named |= {key: [column] for key, column in code.items() if column is not None}
+        for key, columns in named.items():
+            for column in columns:
+                # Held-out prompts may be of one kind only, and the column then says so in none of them.
+                if column not in train.columns and (held_out is None or column not in held_out.columns):
+                    raise DataError(
+                        f"there is no column {column!r} in the data; the columns are {listed(train.columns)}",
+                        where=f"rewards.verifiers.{index}.{key}",
+                        mend=nearest(column, train.columns) or "name one of them",
+                    )
 
 
 def _check_reference(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptDataset
-from strop.rollout.episode import Episode, Group, TokenStream
+from strop.rollout.episode import Episode, Group, Status, TokenStream
 from strop.tracking.display import Sample
 from strop.tracking.episodes import EpisodeRecord
 
@@ -21,6 +22,7 @@ def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str
     scored = [e for e in episodes if not math.isnan(e.reward)]
     rewards = np.asarray([e.reward for e in scored])
     lengths = np.asarray([e.sampled_tokens() for e in episodes])
+    statuses = Counter(e.status for e in episodes)
     judged = [float(e.correct) for e in scored if e.correct is not None]
     metrics = {
         "reward/mean": _mean(rewards),
@@ -30,6 +32,9 @@ def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str
         "completion/length_max": float(lengths.max()) if len(lengths) else math.nan,
         "completion/truncated_share": _mean([float(e.status == "length") for e in episodes]),
         "errors/share": 1 - len(scored) / max(1, len(episodes)),
+        "errors/verifier_error": float(statuses[Status.VERIFIER_ERROR]),
+        "errors/timeout": float(statuses[Status.TIMEOUT]),
+        "errors/environment_error": float(statuses[Status.ENVIRONMENT_ERROR]),
         "tokens/sampled": float(lengths.sum()),
     }
     for name in sorted({name for e in scored for name in e.components}):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from strop.config.rewards import (
+    ChoiceVerifier,
     CodeVerifier,
     ExactVerifier,
     FormatVerifier,
+    HttpVerifier,
+    JudgeVerifier,
+    MathVerifier,
     NumericVerifier,
     PythonVerifier,
     RegexVerifier,
@@ -14,13 +18,20 @@ from strop.config.rewards import (
     VerifierSettings,
 )
 from strop.config.sandbox import SandboxSettings
+from strop.rewards.checks import is_isolated
+from strop.rewards.choice import Choice
 from strop.rewards.code import Code
-from strop.rewards.composition import CompositeScorer
+from strop.rewards.composition import CompositeScorer, timeout_of
 from strop.rewards.exact import Exact
 from strop.rewards.format import Format
+from strop.rewards.http import HttpService
+from strop.rewards.isolated import Isolated
+from strop.rewards.judge import Judge
+from strop.rewards.math_answer import MathAnswer
 from strop.rewards.numeric import Numeric
 from strop.rewards.pattern import Pattern
-from strop.rewards.protocol import Verifier
+from strop.rewards.pool import WorkerPool
+from strop.rewards.protocol import AsyncVerifier, Verifier
 from strop.rewards.python import PythonFunction
 from strop.rewards.scored import RewardModel
 from strop.sandbox.build import make_sandbox
@@ -29,32 +40,39 @@ from strop.sandbox.build import make_sandbox
 def build_scorer(settings: RewardSettings, sandbox: SandboxSettings | None = None) -> CompositeScorer:
     """The scorer of a run; everything that can be wrong with a verifier before it is called is found here.
 
+    Worker processes start when there is something for them to do. Programs run in one sandbox, which is made if there
+    is a verifier that runs some.
+
     Args:
         settings: the verifiers.
-        sandbox: where programs run; the default settings if not given. All verifiers share one sandbox, which is made
-            only if one of them needs it.
+        sandbox: where programs run; the default settings if not given.
 
     Raises:
-        UserError: a function cannot be imported, a pattern does not compile, a tag is not a name, there is no sandbox.
+        UserError: a function cannot be imported, a pattern does not compile, a key's variable is not set, there is no
+            sandbox, and so on.
     """
+    pool = WorkerPool(workers=settings.workers, memory=settings.worker_memory)
     places = sandbox or SandboxSettings()
-    needed = any(isinstance(verifier, CodeVerifier) for verifier in settings.verifiers)
-    made = make_sandbox(places) if needed else None
-    verifiers = [
-        Code(verifier, made, places.limits)
-        if isinstance(verifier, CodeVerifier) and made is not None
-        else build_verifier(verifier, timeout=settings.timeout, where=f"rewards.verifiers.{index}")
-        for index, verifier in enumerate(settings.verifiers)
-    ]
+    runs_programs = any(isinstance(verifier, CodeVerifier) for verifier in settings.verifiers)
+    made = make_sandbox(places) if runs_programs else None
+    verifiers: list[Verifier | AsyncVerifier] = []
+    for index, verifier in enumerate(settings.verifiers):
+        if isinstance(verifier, CodeVerifier) and made is not None:
+            verifiers.append(Code(verifier, made, places.limits))
+            continue
+        timeout = timeout_of(verifier, settings)
+        built = build_verifier(verifier, timeout=timeout, where=f"rewards.verifiers.{index}")
+        # One that runs in workers is built here too, for the mistakes that are found by it.
+        verifiers.append(Isolated(verifier, pool, timeout=timeout) if is_isolated(verifier) else built)
     return CompositeScorer(verifiers, settings)
 
 
-def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) -> Verifier:
-    """One verifier.
+def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) -> Verifier | AsyncVerifier:
+    """One verifier that needs no sandbox, as it works in the process that calls it.
 
     Args:
         settings: what it checks.
-        timeout: seconds that a call of it may take.
+        timeout: seconds that it may take: a call, a completion in a worker, or a request.
         where: key path of the settings, for messages.
     """
     match settings:
@@ -62,6 +80,10 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
             return Exact(settings)
         case NumericVerifier():
             return Numeric(settings)
+        case MathVerifier():
+            return MathAnswer(settings)
+        case ChoiceVerifier():
+            return Choice(settings, where=where)
         case RegexVerifier():
             return Pattern(settings, timeout=timeout, where=where)
         case FormatVerifier():
@@ -70,3 +92,9 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
             return PythonFunction(settings, where=where)
         case RewardModelVerifier():
             return RewardModel(settings)
+        case JudgeVerifier():
+            return Judge(settings, timeout=timeout, where=where)
+        case HttpVerifier():
+            return HttpService(settings, timeout=timeout, where=where)
+        case CodeVerifier():
+            raise ValueError("a verifier of programs needs a sandbox")

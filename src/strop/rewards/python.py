@@ -107,6 +107,7 @@ class PythonFunction:
         self.name = settings.name or settings.kind
         self.path = settings.function
         self.arguments = settings.arguments
+        self._alone = settings.call_with == "completion"
         self.function = load_function(settings.function, where=f"{where}.function")
         self.accepted, self.required = self._read_signature(where)
         code = getattr(inspect.unwrap(self.function), "__code__", None)
@@ -119,6 +120,11 @@ class PythonFunction:
             RunFailure: the function needs a column that the rows lack, or returns something other than one number or
                 None for each completion.
         """
+        if self._alone:
+            return [verdict for item in completed for verdict in self._call([item])]
+        return self._call(completed)
+
+    def _call(self, completed: Sequence[Completed]) -> list[Verdict]:
         if not completed:
             return []
         keywords = self._keywords(completed)
