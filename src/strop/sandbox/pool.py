@@ -118,9 +118,11 @@ class Pool:
             one.end()
         for thread in (self._keeper, self._starter):
             thread.join()
-        for one in [*self._waiting, *self._used]:
-            one.kill()
-            one.finish()
+        for ended in (self._waiting, self._used):
+            while ended:
+                one = ended.popleft()
+                one.kill()
+                one.finish()
 
     # --- the keeper ---
 
