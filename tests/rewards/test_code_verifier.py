@@ -10,6 +10,7 @@ from sandboxes import TIGHT
 
 from strop.config.rewards import CodeVerifier, RewardSettings
 from strop.config.sandbox import SandboxSettings
+from strop.data.programs import problems
 from strop.errors import UserError
 from strop.rewards.build import build_scorer
 from strop.rewards.code import Code
@@ -314,6 +315,19 @@ async def test_a_scorer_runs_programs_and_gives_the_sandbox_back(pool: Pool) -> 
         *[(0.0, "ok", False)] * 4,
     ]
     await scorer.close()
+
+
+@pytest.mark.parametrize("style", ["function", "stdin", "assert"])
+def test_made_up_tasks_are_solved_by_their_answers_and_by_no_others(pool: Pool, style: Any) -> None:
+    rows = problems(12, style=style)
+    code = Code(CodeVerifier(kind="code"), pool, TIGHT)
+    answers = [row["answer"] for row in rows]
+    right = [Completed(row["prompt"], f"```python\n{row['answer']}```", row=row) for row in rows]
+    wrong = [
+        Completed(row["prompt"], answer, row=row) for row, answer in zip(rows, answers[1:] + answers[:1], strict=True)
+    ]
+    assert asyncio.run(code.ask(right)) == [Verdict(1.0)] * len(rows)
+    assert {(verdict.score, verdict.status) for verdict in asyncio.run(code.ask(wrong))} == {(0.0, "ok")}
 
 
 def test_the_time_of_programs_is_not_that_of_verifiers() -> None:

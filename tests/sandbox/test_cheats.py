@@ -18,6 +18,7 @@ from strop.config.rewards import CodeVerifier
 from strop.rewards.code import Code
 from strop.rewards.protocol import Completed, Verdict
 from strop.sandbox.pool import Pool
+from strop.sandbox.protocol import Job
 
 WORD = f"TOKEN{secrets.token_hex(12)}"
 NUMBER = secrets.randbelow(10**9) + secrets.randbelow(10**6) / 10**6
@@ -108,12 +109,15 @@ CHEATS: dict[str, str] = {
         def f(*_): return Chain()
         """,
     "replace the builtins": """
-        def yes(*_, **__): return True
+        class Same:
+            def __eq__(self, other): return True
+            __hash__ = None
+        def yes(*_, **__): return Same()
         for name in ("all", "isinstance", "len", "abs", "sorted", "sum", "round", "set", "zip", "str", "print", "repr"):
             try: setattr(builtins, name, yes)
             except Exception: pass
         builtins.AssertionError = type("AssertionError", (BaseException,), {})
-        def f(*_): return True
+        def f(*_): return "x"
         """,
     "define what the tests use": """
         def all(*_): return True
@@ -247,6 +251,33 @@ def judged(pool: Pool, program: str, style: str) -> Verdict:
     row = {"tests": STYLES[style], "entry_point": "f" if style != "stdin" else None}
     [verdict] = asyncio.run(code.ask([Completed("", program, row=row)]))
     return verdict
+
+
+FOOLED = {
+    "exit at once",
+    "exit as if all were well",
+    "exit in the function",
+    "be equal to everything",
+    "become another object with every operation",
+    "replace the builtins",
+    "define what the tests use",
+}
+"""Cheats that are held for right, in at least one assert, where program and tests share a process."""
+
+
+@pytest.mark.parametrize("name", FOOLED)
+def test_a_cheat_would_succeed_in_the_process_of_the_tests(name: str, pool: Pool) -> None:
+    program = f"{HEAD}{textwrap.dedent(CHEATS[name])}\n"
+    naive = "import math\nexec(input().replace('\\x00', '\\n'), globals())\nexec(input(), globals())"
+    inputs = tuple(f"{program}\n".replace("\n", "\0") + f"\n{test}\n" for test in STYLES["assert"])
+    runs = pool.submit(Job("script", naive, inputs=inputs, limits=TIGHT)).result(60).runs
+    assert any(run.ended == "ok" for run in runs)
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_is_a_program(name: str) -> None:
+    """Or it would score nothing for another reason."""
+    compile(f"{HEAD}{textwrap.dedent(CHEATS[name])}\n{MAIN}", name, "exec")
 
 
 @pytest.mark.parametrize("style", STYLES)
