@@ -12,13 +12,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "strop"
+INSIDE = PACKAGE / "sandbox" / "inside"
 
 MAY_IMPORT = {
     "config": set(),
     "models": {"config"},
     "data": {"config"},
-    "rewards": {"config", "models"},
-    "environments": {"config", "data", "rewards"},
+    "sandbox": {"config"},
+    "rewards": {"config", "models", "sandbox"},
+    "environments": {"config", "data", "rewards", "sandbox"},
     "rollout": {"config", "environments", "models", "rewards"},
     "algorithms": set(),
     "training": {"algorithms", "config", "models"},
@@ -32,7 +34,7 @@ ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "_
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set()}
 KNOW_NOTHING = {"algorithms", "errors"}
 """Rooms that may not even import `strop.errors`, which every other room may."""
-WITHOUT_TORCH = {"config", "data", "rewards", "environments", "errors"}
+WITHOUT_TORCH = {"config", "data", "rewards", "environments", "errors", "sandbox"}
 
 
 def room_of(path: Path) -> str:
@@ -64,7 +66,11 @@ def test_a_file_imports_what_its_room_may(path: Path) -> None:
     for name in imported(path):
         parts = name.split(".")
         if parts[0] == "strop":
+            assert not path.is_relative_to(INSIDE), f"there is no strop inside of a sandbox: {name}"
             assert len(parts) == 1 or parts[1] in allowed, f"{room} may not import {name}"
+        elif path.is_relative_to(INSIDE):
+            # These files are mounted into sandboxes, where nothing else is.
+            assert parts[0] in sys.stdlib_module_names or (INSIDE / f"{parts[0]}.py").exists(), name
         elif room == "algorithms":
             assert parts[0] == "torch" or parts[0] in sys.stdlib_module_names, name
         elif room in WITHOUT_TORCH:

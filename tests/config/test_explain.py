@@ -116,10 +116,22 @@ def test_a_list_of_kinds_lists_each_kind() -> None:
     assert all(f"kind: {kind} " in text for kind in ("exact", "numeric", "regex", "format", "python"))
     assert "tolerance" in explain("rewards.verifiers.numeric")
     assert "pattern" not in explain("rewards.verifiers.numeric")
-    kinds = (
-        'one of "exact", "numeric", "math", "choice", "regex", "format", "python", "reward_model", "judge" or "http"'
-    )
-    assert kinds in explain("rewards.verifiers.kind")
+    kinds = [
+        "exact",
+        "numeric",
+        "math",
+        "choice",
+        "regex",
+        "format",
+        "python",
+        "code",
+        "reward_model",
+        "judge",
+        "http",
+        "environment",
+    ]
+    listed = ", ".join(f'"{kind}"' for kind in kinds[:-1])
+    assert f'one of {listed} or "{kinds[-1]}"' in explain("rewards.verifiers.kind")
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def counted() -> Iterator[dict[str, Any]]:
     passes: tokens of each forward pass. blocks: passes through a feed-forward layer, those that are recomputed
     included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small products.
     Of verifiers: workers is how many processes were started, timeouts the seconds that were given to them, to threads
-    and to requests.
+    and to requests; sandboxes is how many jobs could run in them at a time, and how many of them waited for one.
     """
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
@@ -175,8 +175,17 @@ def counted() -> Iterator[dict[str, Any]]:
     from strop.rewards import client, composition
     from strop.rewards.process import Worker
     from strop.rollout.engines import packed_linear
+    from strop.sandbox.pool import Pool
 
-    counts: dict[str, Any] = {"passes": [], "blocks": 0, "logits": 0, "packed": 0, "workers": 0, "timeouts": []}
+    counts: dict[str, Any] = {
+        "passes": [],
+        "blocks": 0,
+        "logits": 0,
+        "packed": 0,
+        "workers": 0,
+        "timeouts": [],
+        "sandboxes": [],
+    }
     forward, mlp, logits, product = (
         LlamaModel.forward,
         LlamaMLP.forward,
@@ -198,6 +207,12 @@ def counted() -> Iterator[dict[str, Any]]:
     def note(seconds: float) -> None:
         counts["timeouts"] = sorted({*counts["timeouts"], seconds})
 
+    close = Pool.close
+
+    def noting_close(self: Any) -> None:
+        counts["sandboxes"].append((self.workers, self.warm))
+        close(self)
+
     call, begin, post = composition.call, Worker.begin, client._post
 
     def noting_call(function: Any, *, name: str, timeout: float) -> Any:
@@ -217,6 +232,7 @@ def counted() -> Iterator[dict[str, Any]]:
         mock.patch.object(Worker, "begin", noting_begin),
         mock.patch.object(Worker, "__init__", count("workers", Worker.__init__)),
         mock.patch.object(client, "_post", noting_post),
+        mock.patch.object(Pool, "close", noting_close),
         mock.patch.object(LlamaModel, "forward", count_pass),
         mock.patch.object(LlamaMLP, "forward", count("blocks", mlp)),
         mock.patch.object(logprobs, "_logits", count("logits", logits)),

@@ -22,6 +22,8 @@ from tiny_runs import HELD_OUT, Seen, observe, put, recipe
 from tiny_server import tiny_server
 
 from strop.config.explain import leaves
+from strop.config.rewards import RewardSettings
+from strop.config.run import EvaluationSettings
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ TAGS = {
     "rollout.max_new_tokens": 10,
     "warmup": {"steps": 40, "batch_size": 8, "optimizer": {"learning_rate": 2e-2, "schedule": "constant"}},
 }
+# Completions are numbers, which are programs; what stands before them does something.
+PROGRAMS = {
+    "model.create.characters": "1234",
+    "data.train": {"path": "programs.jsonl"},
+    "rollout": {"groups_per_step": 1, "group_size": 2, "max_new_tokens": 2},
+    "run.steps": 1,
+}
 WARMUP = {"steps": 3, "batch_size": 4, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0, "schedule": "constant"}}
 OFF_POLICY = {"training.mini_batches": 2, "training.epochs": 2}
 OFTEN_EVALUATED = {"data.eval": HELD_OUT, "evaluation.every": 1, "evaluation.temperature": 1.0, "run.steps": 9}
@@ -96,6 +105,12 @@ def graded(path: str = "", **options: Any) -> dict[str, Any]:
 def served(path: str = "", **options: Any) -> dict[str, Any]:
     verifier = {"kind": "http", "url": f"{SERVER['url']}{path}/score", **options}
     return verified(verifier, **{"rewards.retries": 0})
+
+
+def programs(column: str, verifier: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A recipe with a verifier of programs, which do what a column says and are tested by calls."""
+    code = {"kind": "code", "tests": "calls", "take": "whole", "before": column, **(verifier or {})}
+    return verified(code, **{**PROGRAMS, **changes})
 
 
 def sources(prefix: str, **settings: Any) -> dict[str, Any]:
@@ -236,6 +251,16 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "patient": lambda: recipe(
         **{**OFTEN_EVALUATED, "evaluation.early_stop": {"metric": "eval/reward", "mode": "max", "patience": 5}}
     ),
+    **{
+        f"programs {column}": lambda column=column: programs(column)
+        for column in ("plain", "numpy", "busy", "sleepy", "large", "long", "threads", "loud")
+    },
+    "programs unsandboxed": lambda: programs(
+        "plain", **{"sandbox.backend": "none", "sandbox.allow_unsandboxed": True, "sandbox.warm": 0}
+    ),
+    "programs served": lambda: programs("plain", **{"sandbox.url": "http://127.0.0.1:9"}),
+    "programs asserted": lambda: programs("plain", {"tests": "asserts", "before": "plain"}),
+    "programs printing": lambda: programs("printing", {"tests": "outputs"}),
     "unhurried": lambda: verified({"kind": "python", "function": "tiny_rewards:unhurried"}),
     "callers": lambda: verified({"kind": "python", "function": "tiny_rewards:counts_callers"}),
     "fails once": lambda: verified({"kind": "python", "function": "tiny_rewards:fails_once"}),
@@ -338,7 +363,12 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
         model={"path": "forgetful"}, **{"data.render": "chat", "rewards.verifiers": [{"kind": "environment"}]}
     ),
     "forgetful tools": lambda: tools(
-        **{"model": {"path": "forgetful"}, "data.render": "chat", "environment.opening": "+", "environment.closing": "="}
+        **{
+            "model": {"path": "forgetful"},
+            "data.render": "chat",
+            "environment.opening": "+",
+            "environment.closing": "=",
+        }
     ),
     "judged environment": lambda: judged({"kind": "environment"}, **asked_settings()),
     "conversations": lambda: examples("sft", model={"path": "chat"}),
@@ -509,6 +539,33 @@ TABLE: dict[str, Case] = {
     "rewards.verifiers[python].call_with": Case("completion", "rewards", "together"),
     "rewards.verifiers[python].function": Case("tiny_rewards:lengths", "rewards"),
     "rewards.verifiers[python].arguments": Case({"scale": 2.0}, "rewards"),
+    **of_a_verifier("code", "programs plain", RARELY),
+    "rewards.verifiers[code].timeout": Case(3.0, "refused", "programs plain", says=r"sandbox\.limits"),
+    "rewards.verifiers[code].tests": Case("wrong", "rewards", "programs plain"),
+    "rewards.verifiers[code].style": Case("stdin", "rewards", "programs plain"),
+    "rewards.verifiers[code].entry_point": Case("other", "rewards", "programs plain"),
+    "rewards.verifiers[code].setup": Case("first", "rewards", "programs asserted"),
+    "rewards.verifiers[code].before": Case("nothing", "rewards", "programs plain"),
+    "rewards.verifiers[code].take": Case("block", "rewards", "programs plain"),
+    "rewards.verifiers[code].credit": Case("share", "rewards", "programs asserted"),
+    "rewards.verifiers[code].compare": Case("words", "rewards", "programs printing"),
+    "rewards.verifiers[code].tolerance": Case(0.0, "rewards", "programs plain"),
+    "rewards.verifiers[code].max_tests": Case(1, "rewards", "programs asserted"),
+    "sandbox.backend": Case("none", "refused", "programs plain", says="does not isolate"),
+    "sandbox.allow_unsandboxed": Case(False, "outcome", "programs unsandboxed", says="does not isolate"),
+    "sandbox.url": Case("http://127.0.0.1:9", "refused", "programs plain", says="does not answer"),
+    "sandbox.token_variable": Case("NO_SUCH", "refused", "programs served", says="NO_SUCH is not set"),
+    "sandbox.python": Case("/no/such/python", "refused", "programs plain", says=r"no interpreter '/no/such/python'"),
+    "sandbox.packages": Case(False, "rewards", "programs numpy"),
+    "sandbox.workers": Case(3, "sandboxes", "programs plain", steady=True),
+    "sandbox.warm": Case(0, "sandboxes", "programs plain", steady=True),
+    "sandbox.limits.cpu_seconds": Case(1, "rewards", "programs busy"),
+    "sandbox.limits.wall_seconds": Case(0.2, "rewards", "programs sleepy"),
+    "sandbox.limits.total_seconds": Case(0.7, "rewards", "programs sleepy"),
+    "sandbox.limits.memory_mib": Case(128, "rewards", "programs large"),
+    "sandbox.limits.disk_mib": Case(4, "rewards", "programs long"),
+    "sandbox.limits.processes": Case(4, "rewards", "programs threads"),
+    "sandbox.limits.output_kib": Case(8, "rewards", "programs loud"),
     **of_a_verifier("reward_model", "scored", RARELY),
     "rewards.verifiers[reward_model].path": Case("judge-2", "rewards", "scored"),
     "rewards.verifiers[reward_model].render": Case("chat", "rewards", "scored"),
@@ -643,7 +700,9 @@ TABLE: dict[str, Case] = {
     "environment[python].step_timeout": Case(0.01, "outcome", "asked slowly", says="the environment failed in"),
     "environment[python].episode_timeout": Case(0.01, "outcome", "asked slowly", says="the environment failed in"),
     "environment[python].keep_history": Case(True, context="forgetful"),
-    "environment[tools].tools[calculator].kind": Case({"kind": "function", "path": "tiny_worlds:twice"}, context="calculator"),
+    "environment[tools].tools[calculator].kind": Case(
+        {"kind": "function", "path": "tiny_worlds:twice"}, context="calculator"
+    ),
     "environment[tools].tools[function].kind": Case({"kind": "calculator"}, context="tools"),
     "environment[tools].tools[function].path": Case("tiny_worlds:backwards", context="tools"),
     "environment[tools].tools[retrieval].kind": Case({"kind": "calculator"}, context="texts"),
@@ -652,7 +711,9 @@ TABLE: dict[str, Case] = {
     "environment[tools].tools[retrieval].passage_words": Case(1, context="texts"),
     "environment[tools].tools[mcp].kind": Case({"kind": "calculator"}, context="server"),
     "environment[tools].tools[mcp].command": Case([sys.executable, "server.py", "other"], context="server"),
-    "environment[tools].tools[mcp].url": Case("http://localhost:1", "refused", "server", says="either `command` or `url`"),
+    "environment[tools].tools[mcp].url": Case(
+        "http://localhost:1", "refused", "server", says="either `command` or `url`"
+    ),
     "environment[tools].style": Case("hermes", "refused", "tools", says="`opening` and `closing` are for"),
     "environment[tools].opening": Case("1", context="tools"),
     "environment[tools].closing": Case("+", context="tools"),
@@ -719,7 +780,7 @@ class Own(PolicyGradient):
 """
 
 
-SERVER = """
+MCP_SERVER = """
 import sys
 from mcp.server.mcpserver import MCPServer
 
@@ -732,6 +793,34 @@ def say(text: str) -> str:
 
 server.run("stdio")
 """
+
+
+RETURNS = "def f(): return 1.0000001\ndef g(): return 2\n"
+DOES = {
+    "plain": RETURNS,
+    "nothing": "\n",
+    "numpy": RETURNS + "import numpy\n",
+    "busy": RETURNS + "import time\nwhile time.process_time() < 1.6: pass\n",
+    "sleepy": RETURNS + "import time\ntime.sleep(0.5)\n",
+    "large": RETURNS + "block = bytearray(200 << 20)\n",
+    "long": RETURNS + "open('f', 'wb').write(bytes(8 << 20))\n",
+    "threads": RETURNS
+    + "import threading\nstay = threading.Event()\n"
+    + "for n in range(8): threading.Thread(target=stay.wait, daemon=True).start()\n",
+    "loud": RETURNS + "print('x' * (32 << 10))\n",
+    "printing": RETURNS + "print('1  2')\n",
+}
+TESTED = {
+    "prompt": "1",
+    "calls": [{"args": [], "expected": 1.0}, {"args": [], "expected": 1.0}],
+    "wrong": [{"args": [], "expected": 2.0}],
+    "asserts": ["assert g() == 2", "assert g() == ANSWER"],
+    "first": "ANSWER = 2",
+    "outputs": [{"input": "", "output": "1 2"}],
+    "entry_point": "f",
+    "other": "g",
+    **DOES,
+}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -752,6 +841,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_rows(folder / "letters.jsonl", [{"prompt": "a=", "answer": "a"}, {"prompt": "A=", "answer": "A"}])
     write_rows(folder / "numbers.jsonl", [{"prompt": "1 ", "answer": 1}, {"prompt": "2 ", "answer": 2}])
     write_rows(folder / "tags.jsonl", [{"prompt": "0", "answer": "<a>1</a>"}, {"prompt": "1", "answer": "<a>0</a>"}])
+    write_rows(folder / "programs.jsonl", [TESTED])
     write_rows(folder / "mixed" / "rows.jsonl", rows)
     write_rows(
         folder / "examples.jsonl",
@@ -776,7 +866,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ],
     )
     (folder / "own_algorithm.py").write_text(OWN)
-    (folder / "server.py").write_text(SERVER)
+    (folder / "server.py").write_text(MCP_SERVER)
     write_rows(folder / "ones.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "11", "answer": "2"}])
     for name, word in (("texts", "1 2 1 2 1 2"), ("other-texts", "2 2 1 1 1 2")):
         (folder / name).mkdir()
@@ -921,12 +1011,19 @@ def differ(a: Any, b: Any) -> bool:
     return json.dumps(a) != json.dumps(b)
 
 
+def walked() -> list[str]:
+    """The keys to walk. The verifiers of evaluations are the same models, built by the same function, as those of
+    training: a key of theirs that has no case is walked there."""
+    return [leaf.path for leaf in leaves() if not leaf.path.startswith("evaluation.verifiers[") or leaf.path in TABLE]
+
+
 def test_every_key_is_in_the_table_and_no_other() -> None:
-    keys = [leaf.path for leaf in leaves()]
-    assert sorted(keys) == sorted(TABLE)
+    assert sorted(walked()) == sorted(TABLE)
+    training, evaluation = (found.model_fields["verifiers"] for found in (RewardSettings, EvaluationSettings))
+    assert evaluation.annotation == training.annotation | None
 
 
-@pytest.mark.parametrize("leaf", [leaf.path for leaf in leaves()])
+@pytest.mark.parametrize("leaf", walked())
 def test_key(leaf: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = TABLE[leaf]
 
@@ -991,6 +1088,14 @@ def test_a_key_that_would_have_no_effect_beside_the_others_is_refused(key: str, 
     ("key", "value", "changes"),
     [
         ("evaluation.samples", 3, {"data.eval": HELD_OUT}),
+        ("sandbox.url", "http://a", {"rewards.verifiers": [{"kind": "code"}], "sandbox.backend": "bubblewrap"}),
+        ("sandbox.token_variable", "A", {"rewards.verifiers": [{"kind": "code"}]}),
+        ("sandbox.warm", 3, {"rewards.verifiers": [{"kind": "code"}], "sandbox.url": "http://a"}),
+        (
+            "sandbox.allow_unsandboxed",
+            True,
+            {"rewards.verifiers": [{"kind": "code"}], "sandbox.backend": "bubblewrap"},
+        ),
         ("warmup.optimizer.final_share", 0.5, {"warmup": WARMUP}),
         ("training.optimizer.beta1", 0.5, {"training.optimizer.name": "adafactor"}),
         ("training.optimizer.beta2", 0.5, {"training.optimizer.name": "adafactor"}),

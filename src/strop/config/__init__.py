@@ -18,6 +18,7 @@ from strop.config.offline import OfflineSettings
 from strop.config.rewards import RewardSettings
 from strop.config.rollout import RolloutSettings
 from strop.config.run import CheckpointSettings, EvaluationSettings, HardwareSettings, RunSettings, TrackingSettings
+from strop.config.sandbox import SandboxSettings
 from strop.config.supervised import SupervisedSettings
 from strop.config.training import CriticSettings, TrainingSettings, WarmupSettings
 
@@ -31,6 +32,8 @@ class Config(StrictModel):
     """Where prompts come from."""
     rewards: RewardSettings | None = None
     """What a completion is worth; needed unless the recipe is supervised, or offline with recorded rewards."""
+    sandbox: SandboxSettings = SandboxSettings()
+    """Where programs run that the model wrote."""
     supervised: SupervisedSettings | None = None
     """Learn from examples instead of from sampled completions; none when not set."""
     environment: EnvironmentSettings | None = None

@@ -163,6 +163,42 @@ class PythonVerifier(Verifier):
     function takes no other with it."""
 
 
+class CodeVerifier(Verifier):
+    """1 if the program in the completion passes its tests, else 0; runs in the sandbox (`sandbox:`)."""
+
+    kind: Literal["code"]
+    """Run tests of a program."""
+    tests: str = "tests"
+    """Column with the tests: a list of `{input, output}`, of `{args, expected}`, or of asserts, or code that tests;
+    docs/rewards.md has the forms."""
+    style: Literal["auto", "stdin", "function", "assert"] = "auto"
+    """What the tests do: compare what the program prints, compare what a function of it returns, or run code."""
+    entry_point: str = "entry_point"
+    """Column with the name of the function that is tested, where the tests do not say it themselves."""
+    setup: str | None = None
+    """Column with code that is run before tests that are code; none when not set."""
+    before: str | None = None
+    """Column with code that stands before the program, such as imports or the head of a function; none when not
+    set."""
+    take: Literal["auto", "block", "whole"] = "auto"
+    """What the program is: the last fenced `block`, the `whole` completion, or `auto`, the whole if there is no
+    block."""
+    credit: Literal["all", "share"] = "all"
+    """`all` scores 1 if every test passes, else 0; `share` scores the share of tests that pass."""
+    compare: Literal["lines", "words", "exact"] = "lines"
+    """How printed output is compared: by lines, without white space at their ends; by words; or as it is."""
+    tolerance: NonNegativeFloat = 1e-6
+    """Largest absolute or relative difference where one of two numbers is a decimal; whole numbers must be equal."""
+    max_tests: PositiveInt | None = None
+    """Use only so many tests of a row, the first; all when not set."""
+
+    @model_validator(mode="after")
+    def _sandbox_has_the_limits(self) -> Self:
+        if self.timeout is not None:
+            raise ValueError("`timeout` has no effect on programs; `sandbox.limits` says how long they may take")
+        return self
+
+
 class RewardModelVerifier(Verifier):
     """The score of a trained reward model, read off at the token that ends the completion; any number."""
 
@@ -259,6 +295,7 @@ VerifierSettings = Annotated[
     | RegexVerifier
     | FormatVerifier
     | PythonVerifier
+    | CodeVerifier
     | RewardModelVerifier
     | JudgeVerifier
     | HttpVerifier

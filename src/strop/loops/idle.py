@@ -13,9 +13,10 @@ from typing import Any
 from strop.config import Config
 from strop.config.data import DataSource
 from strop.config.offline import RolloutColumns
-from strop.config.rewards import FormatVerifier, JudgeVerifier, RewardSettings
+from strop.config.rewards import CodeVerifier, FormatVerifier, JudgeVerifier, RewardSettings
 from strop.config.rollout import RolloutSettings
 from strop.config.run import EvaluationSettings
+from strop.config.sandbox import SandboxSettings
 from strop.config.training import CriticSettings, OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.selection import metric_problems
@@ -54,6 +55,7 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
     if config.rewards is not None:
         yield from _idle_rewards(config.rewards)
+    yield from _idle_sandbox(config)
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
     if config.warmup is not None:
         sources["warmup.data"] = config.warmup.data
@@ -76,9 +78,29 @@ def _idle_evaluation(config: Config) -> Iterator[UserError]:
             yield _problem("evaluation.correct_at", "without evaluation.verifiers", "set rewards.correct_at")
 
 
+def _idle_sandbox(config: Config) -> Iterator[UserError]:
+    given, default = config.sandbox, SandboxSettings()
+    changed = [name for name in SandboxSettings.model_fields if getattr(given, name) != getattr(default, name)]
+    judges = [*(config.rewards.verifiers if config.rewards is not None else []), *(config.evaluation.verifiers or [])]
+    if not any(isinstance(one, CodeVerifier) for one in judges):
+        for name in changed:
+            yield _problem(f"sandbox.{name}", "without a verifier that runs programs")
+        return
+    remote = given.backend == "remote" or (given.backend == "auto" and given.url is not None)
+    if given.url is not None and not remote:
+        yield _problem("sandbox.url", f"with `sandbox.backend: {given.backend}`")
+    for name in ("python", "packages", "warm", "allow_unsandboxed"):
+        if remote and name in changed:
+            yield _problem(f"sandbox.{name}", "with a sandbox service, which decides that itself")
+    if given.token_variable is not None and not remote:
+        yield _problem("sandbox.token_variable", "without a sandbox service", "set sandbox.url")
+    if given.allow_unsandboxed and given.backend == "bubblewrap":
+        yield _problem("sandbox.allow_unsandboxed", "with `sandbox.backend: bubblewrap`", "set sandbox.backend to auto")
+
+
 # Sections and keys of reinforcement learning, with their defaults.
 _OF_SAMPLING = {
-    "": ("environment", "algorithm", "rollout", "warmup", "critic"),
+    "": ("environment", "algorithm", "rollout", "warmup", "critic", "sandbox"),
     "training": ("mini_batches", "epochs"),
     "evaluation": ("samples", "temperature", "max_new_tokens", "verifiers", "correct_at"),
     "tracking": ("episodes_every",),

@@ -76,9 +76,9 @@ def prepare(config: Config) -> Prepared:
     from strop.tracking.trackers import check_trackers
 
     check_trackers(config.tracking)
-    scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards)
+    scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards, config.sandbox)
     if config.evaluation.verifiers is not None and config.rewards is not None:
-        held_out_scorer = build_scorer(held_out_rewards(config), key="evaluation.verifiers")
+        held_out_scorer = build_scorer(held_out_rewards(config), config.sandbox, key="evaluation.verifiers")
     given = {
         "data.train": config.data.train,
         "warmup.data": config.warmup.data if config.warmup is not None else None,
@@ -191,11 +191,15 @@ def _longest_sequence(config: Config, context: int, prompt: int) -> int:
 
 
 def _check_columns(rewards: RewardSettings, train: Source, held_out: Source | None) -> None:
-    """Raise DataError unless the columns that verifiers choose rows by, or send along, are in the data."""
+    """Raise DataError unless the columns that verifiers choose rows by, read or send along are in the data."""
+    from strop.config.rewards import CodeVerifier
     from strop.data.columns import listed, nearest
 
     for index, verifier in enumerate(rewards.verifiers):
         named = {"when": list(verifier.when), "columns": getattr(verifier, "columns", [])}
+        if isinstance(verifier, CodeVerifier):
+            code = {key: getattr(verifier, key) for key in ("tests", "setup", "before")}
+            named |= {key: [column] for key, column in code.items() if column is not None}
         for key, columns in named.items():
             for column in columns:
                 # Held-out prompts may be of one kind only, and the column then says so in none of them.

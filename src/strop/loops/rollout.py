@@ -119,7 +119,7 @@ def prepare_rollout(config: Config) -> PreparedRollout:
     from strop.data.sources import open_source
     from strop.rewards.build import build_scorer
 
-    scorer = None if config.rewards is None else build_scorer(config.rewards)
+    scorer = None if config.rewards is None else build_scorer(config.rewards, config.sandbox)
     source = open_source(config.data.train)
 
     from strop.models.load import inspect_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strop.config.rewards import (
     ChoiceVerifier,
+    CodeVerifier,
     EnvironmentVerifier,
     ExactVerifier,
     FormatVerifier,
@@ -17,8 +18,10 @@ from strop.config.rewards import (
     RewardSettings,
     VerifierSettings,
 )
+from strop.config.sandbox import SandboxSettings
 from strop.rewards.checks import is_isolated
 from strop.rewards.choice import Choice
+from strop.rewards.code import Code
 from strop.rewards.composition import CompositeScorer, timeout_of
 from strop.rewards.environmental import Environmental
 from strop.rewards.exact import Exact
@@ -33,22 +36,35 @@ from strop.rewards.pool import WorkerPool
 from strop.rewards.protocol import AsyncVerifier, Verifier
 from strop.rewards.python import PythonFunction
 from strop.rewards.scored import RewardModel
+from strop.sandbox.build import make_sandbox
 
 
-def build_scorer(settings: RewardSettings, *, key: str = "rewards.verifiers") -> CompositeScorer:
+def build_scorer(
+    settings: RewardSettings, sandbox: SandboxSettings | None = None, *, key: str = "rewards.verifiers"
+) -> CompositeScorer:
     """The scorer of a run; everything that can be wrong with a verifier before it is called is found here.
 
-    Worker processes start when there is something for them to do.
+    Worker processes start when there is something for them to do. Programs run in one sandbox, which is made if there
+    is a verifier that runs some.
 
     Args:
+        settings: the verifiers.
+        sandbox: where programs run; the default settings if not given.
         key: where the verifiers stand in the recipe, for messages.
 
     Raises:
-        UserError: a function cannot be imported, a pattern does not compile, a key's variable is not set, and so on.
+        UserError: a function cannot be imported, a pattern does not compile, a key's variable is not set, there is no
+            sandbox, and so on.
     """
     pool = WorkerPool(workers=settings.workers, memory=settings.worker_memory)
+    places = sandbox or SandboxSettings()
+    runs_programs = any(isinstance(verifier, CodeVerifier) for verifier in settings.verifiers)
+    made = make_sandbox(places) if runs_programs else None
     verifiers: list[Verifier | AsyncVerifier] = []
     for index, verifier in enumerate(settings.verifiers):
+        if isinstance(verifier, CodeVerifier) and made is not None:
+            verifiers.append(Code(verifier, made, places.limits))
+            continue
         timeout = timeout_of(verifier, settings)
         built = build_verifier(verifier, timeout=timeout, where=f"{key}.{index}")
         # One that runs in workers is built here too, for the mistakes that are found by it.
@@ -57,7 +73,7 @@ def build_scorer(settings: RewardSettings, *, key: str = "rewards.verifiers") ->
 
 
 def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) -> Verifier | AsyncVerifier:
-    """One verifier, as it works in the process that calls it.
+    """One verifier that needs no sandbox, as it works in the process that calls it.
 
     Args:
         settings: what it checks.
@@ -87,3 +103,5 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
             return Judge(settings, timeout=timeout, where=where)
         case HttpVerifier():
             return HttpService(settings, timeout=timeout, where=where)
+        case CodeVerifier():
+            raise ValueError("a verifier of programs needs a sandbox")
