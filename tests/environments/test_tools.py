@@ -180,6 +180,22 @@ def test_malformed_calls_cost_what_the_recipe_says_and_too_many_are_refused() ->
     assert [m["content"] for m in found.messages] == ["1", "error: at most 1 calls are allowed in one turn"]
 
 
+def test_programs_run_in_the_sandbox_and_what_they_print_is_shown() -> None:
+    factory = environment([{"kind": "python"}])
+    texts = {
+        "print(6 * 7)": "42",
+        "x = 1": "(nothing was printed)",
+        "print('a')\n1 / 0": "error: a\nZeroDivisionError: division by zero",
+        "import sys; sys.exit(3)": "error: the program ended with code 3",
+        "open('/etc/shadow').read()": "error: ",
+    }
+    for program, result in texts.items():
+        found = step(factory, call("python", program=program))
+        assert isinstance(found, Observation)
+        assert found.messages[0]["content"].startswith(result), program
+    asyncio.run(factory.close())
+
+
 def test_a_template_that_knows_tools_tells_of_them_and_another_gets_a_system_message() -> None:
     knows = environment([{"kind": "calculator"}])
     assert [tool["function"]["name"] for tool in knows.tools] == ["calculator"]

@@ -338,6 +338,7 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
         "distillation", **{"model": {"path": "first"}, "supervised.targets": "targets.parquet"}
     ),
     "tools": tools,
+    "programs called": lambda: tools(**{"environment.tools": [{"kind": "python"}], "run.steps": 1}),
     "calculator": lambda: tools(**{"environment.tools": [{"kind": "calculator"}]}),
     "texts": lambda: tools(**{"environment.tools": [{"kind": "retrieval", "folder": "texts", "passage_words": 4}]}),
     "server": lambda: tools(**{"environment.tools": [{"kind": "mcp", "command": [sys.executable, "server.py"]}]}),
@@ -705,6 +706,7 @@ TABLE: dict[str, Case] = {
     ),
     "environment[tools].tools[function].kind": Case({"kind": "calculator"}, context="tools"),
     "environment[tools].tools[function].path": Case("tiny_worlds:backwards", context="tools"),
+    "environment[tools].tools[python].kind": Case({"kind": "calculator"}, context="programs called"),
     "environment[tools].tools[retrieval].kind": Case({"kind": "calculator"}, context="texts"),
     "environment[tools].tools[retrieval].folder": Case("other-texts", context="texts"),
     "environment[tools].tools[retrieval].top": Case(1, context="texts"),

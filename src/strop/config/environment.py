@@ -26,6 +26,13 @@ class FunctionTool(StrictModel):
     shown as JSON; an exception is told to the policy as an error."""
 
 
+class PythonTool(StrictModel):
+    """Runs a Python program in the sandbox (`sandbox:`) and shows what it prints."""
+
+    kind: Literal["python"]
+    """Run Python programs; each call begins anew."""
+
+
 class RetrievalTool(StrictModel):
     """Searches the text files of a folder."""
 
@@ -56,7 +63,9 @@ class McpTools(StrictModel):
         return self
 
 
-ToolSettings = Annotated[CalculatorTool | FunctionTool | RetrievalTool | McpTools, Field(discriminator="kind")]
+ToolSettings = Annotated[
+    CalculatorTool | FunctionTool | PythonTool | RetrievalTool | McpTools, Field(discriminator="kind")
+]
 
 
 class AnyEnvironment(StrictModel):

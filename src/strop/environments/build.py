@@ -13,31 +13,46 @@ from strop.config.environment import (
     FunctionTool,
     McpTools,
     PythonEnvironment,
+    PythonTool,
     RetrievalTool,
     ToolEnvironment,
 )
+from strop.config.sandbox import SandboxSettings
 from strop.environments.calculator import calculator
 from strop.environments.mcp import McpServer
 from strop.environments.protocol import Environment
+from strop.environments.python_tool import python_tool
 from strop.environments.retrieval import Passages
 from strop.environments.tool_use import ToolUse, instructions, make_style
 from strop.environments.tools import Tool, function_tool
 from strop.errors import UserError
 from strop.rewards.python import load_function
+from strop.sandbox.build import make_sandbox
+from strop.sandbox.protocol import Sandbox
 
 
 class ToolFactory:
     """Makes environments of tool use that share their tools.
 
     Args:
-        template: the tokenizer's chat template, None without one. where: key path of the settings, for messages.
+        template: the tokenizer's chat template, None without one. sandbox: where programs run. where: key path of the
+            settings, for messages.
 
     Raises:
         UserError: a tool cannot be made, or two have the same name.
     """
 
-    def __init__(self, settings: ToolEnvironment, template: str | None, *, where: str = "environment") -> None:
+    def __init__(
+        self,
+        settings: ToolEnvironment,
+        template: str | None,
+        sandbox: SandboxSettings | None = None,
+        *,
+        where: str = "environment",
+    ) -> None:
         self._settings = settings
+        self._places = sandbox or SandboxSettings()
+        self._sandbox: Sandbox | None = None
         self._servers: list[McpServer] = []
         self._passages: list[Passages] = []
         found = [
@@ -72,6 +87,8 @@ class ToolFactory:
             await server.close()
         for passages in self._passages:
             passages.close()
+        if self._sandbox is not None:
+            self._sandbox.close()
 
     def _tools_of(self, settings: Any, where: str) -> list[Tool]:
         match settings:
@@ -79,6 +96,9 @@ class ToolFactory:
                 return [function_tool(calculator)]
             case FunctionTool():
                 return [function_tool(load_function(settings.path, where=f"{where}.path"), where=f"{where}.path")]
+            case PythonTool():
+                self._sandbox = self._sandbox or make_sandbox(self._places)
+                return [python_tool(self._sandbox, self._places.limits)]
             case RetrievalTool():
                 return [self._search(settings)]
             case McpTools():
@@ -141,15 +161,18 @@ class PythonFactory:
         await asyncio.sleep(0)
 
 
-def build_environments(settings: ToolEnvironment | PythonEnvironment, template: str | None) -> Any:
+def build_environments(
+    settings: ToolEnvironment | PythonEnvironment, template: str | None, sandbox: SandboxSettings | None = None
+) -> Any:
     """The factory of a recipe's environments.
 
     Args:
-        template: the tokenizer's chat template; None without one.
+        template: the tokenizer's chat template; None without one. sandbox: where programs run, the defaults if not
+            given.
 
     Raises:
-        UserError: a function cannot be imported, a folder is empty, a server does not start.
+        UserError: a function cannot be imported, a folder is empty, a server does not start, there is no sandbox.
     """
     if isinstance(settings, ToolEnvironment):
-        return ToolFactory(settings, template)
+        return ToolFactory(settings, template, sandbox)
     return PythonFactory(settings)

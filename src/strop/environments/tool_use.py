@@ -10,6 +10,7 @@ from strop.config.environment import ToolEnvironment
 from strop.environments.call_styles import Call, CallStyle, Hermes, Llama3, Mistral, Tags, style_of_template
 from strop.environments.protocol import Done, Message, Observation, PolicyTurn
 from strop.environments.tools import CallError, Tool
+from strop.sandbox.protocol import SandboxError
 
 
 class ToolUse:
@@ -56,7 +57,7 @@ class ToolUse:
                 return await tool.call(tool.named(call.arguments))
         except TimeoutError:
             raise CallError(f"{tool.name} took longer than {self._settings.call_timeout:g} seconds") from None
-        except CallError:
+        except (CallError, SandboxError):
             raise
         except Exception as error:  # A tool fails at what it was given: the policy is told, and may do better.
             raise CallError(f"{type(error).__name__}: {error}") from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from strop.config import Config
 from strop.config.data import DataSource
+from strop.config.environment import PythonTool
 from strop.config.offline import RolloutColumns
 from strop.config.rewards import CodeVerifier, FormatVerifier, JudgeVerifier, RewardSettings
 from strop.config.rollout import RolloutSettings
@@ -82,9 +83,10 @@ def _idle_sandbox(config: Config) -> Iterator[UserError]:
     given, default = config.sandbox, SandboxSettings()
     changed = [name for name in SandboxSettings.model_fields if getattr(given, name) != getattr(default, name)]
     judges = [*(config.rewards.verifiers if config.rewards is not None else []), *(config.evaluation.verifiers or [])]
-    if not any(isinstance(one, CodeVerifier) for one in judges):
+    tools = getattr(config.environment, "tools", [])
+    if not any(isinstance(one, CodeVerifier | PythonTool) for one in [*judges, *tools]):
         for name in changed:
-            yield _problem(f"sandbox.{name}", "without a verifier that runs programs")
+            yield _problem(f"sandbox.{name}", "without a verifier or a tool that runs programs")
         return
     remote = given.backend == "remote" or (given.backend == "auto" and given.url is not None)
     if given.url is not None and not remote:

@@ -177,7 +177,8 @@ def _world(config: Config, facts: ModelFacts) -> World | None:
     from strop.environments.build import build_environments
     from strop.rollout.player import World
 
-    factory = build_environments(config.environment, getattr(facts.tokenizer, "chat_template", None))
+    template = getattr(facts.tokenizer, "chat_template", None)
+    factory = build_environments(config.environment, template, config.sandbox)
     renderer = Renderer(config.data, facts.tokenizer, tools=factory.tools, instructions=factory.instructions)
     return World(factory, config.environment, renderer, frozenset(facts.eos_ids), facts.context)
 
