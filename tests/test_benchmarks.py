@@ -103,12 +103,12 @@ def test_math_answers_are_what_they_were_made_to_be_and_poison_is_harmless(tmp_p
 
 
 def test_poison_is_of_every_kind(tmp_path: Path) -> None:
-    made = list(module("math_answers").items(300, 10, tmp_path / "canary"))
+    made = list(module("answers").items(300, 10, tmp_path / "canary"))
     poison = [item.completion for item in made if item.right is None]
     assert max(map(len, poison)) >= 1_000_000
     for sample in ("10^{10^{10}}", "((((", "__import__('os').system", str(tmp_path / "canary")):
         assert any(sample in text for text in poison), sample
-    assert made == list(module("math_answers").items(300, 10, tmp_path / "canary"))
+    assert made == list(module("answers").items(300, 10, tmp_path / "canary"))
 
 
 def test_strops_side_of_a_grpo_step_splits_its_time(tmp_path: Path) -> None:

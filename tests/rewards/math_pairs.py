@@ -66,6 +66,7 @@ EQUAL = pairs(r"""
 45 ~ 45°
 90 ~ 90\,\mathrm{km/h}
 1.5 ~ 1.5 hours
+5 cm ~ 5 m
 # roots and constants
 2\sqrt{3} ~ \sqrt{12}
 sqrt(2) ~ \sqrt{2}
@@ -90,6 +91,7 @@ sqrt(2) ~ \sqrt{2}
 [1,2] ~ 1\le x\le 2
 x\in[1,2] ~ [1,2]
 (1,2] ~ x \in (1, 2]
+(1,2] ~ 1 < x \le 2
 # sets and tuples
 {1,2} ~ \{2,1\}
 \{1,2,3\} ~ 3,1,2

@@ -87,7 +87,9 @@ def test_an_item_may_hold_several_completions(pools: Callable[..., WorkerPool]) 
     ("order", "status", "detail"),
     [
         ("exit", "verifier_error", "exit code 3"),
-        ("signal", "verifier_error", "SIGSEGV"),
+        ("signal SIGSEGV", "verifier_error", "SIGSEGV"),
+        ("signal SIGKILL", "verifier_error", "SIGKILL"),
+        ("signal SIGALRM", "timeout", "no verdict within 1 s"),
         ("sleep 600", "timeout", "no verdict within 1 s"),
         ("compute", "timeout", "no verdict within 1 s"),
         ("raise it", "verifier_error", "ValueError: raised for it"),
@@ -110,7 +112,7 @@ def test_only_the_item_that_fails_is_blamed(
 
 
 def test_many_failures_in_one_batch(pools: Callable[..., WorkerPool]) -> None:
-    texts = [{3: "exit", 7: "sleep 600", 8: "exit", 19: "signal"}.get(n, "a" * n) for n in range(40)]
+    texts = [{3: "exit", 7: "sleep 600", 8: "exit", 19: "signal SIGSEGV"}.get(n, "a" * n) for n in range(40)]
     verdicts = ask(pools(3), check(timeout=1.0), *texts)
     failed = {index: verdict.status for index, verdict in enumerate(verdicts) if verdict.status != "ok"}
     assert failed == {3: "verifier_error", 7: "timeout", 8: "verifier_error", 19: "verifier_error"}

@@ -60,7 +60,8 @@ class Worker:
             )
         self._frames = Frames(here)
         self._built: set[int] = set()
-        self._ended = threading.Lock()
+        self._lock = threading.Lock()
+        self._forgotten = False
         self.items = 0
         """Items that it was sent."""
         try:
@@ -109,7 +110,7 @@ class Worker:
         """Its next answer.
 
         Raises:
-            TimeoutError: it took longer. Died: it has ended.
+            TimeoutError: it took longer, and may have ended itself for that. Died: it has ended.
         """
         end = time.monotonic() + timeout
         while True:
@@ -118,11 +119,11 @@ class Worker:
                 reply = json.loads(self._frames.receive(timeout=max(0.0, min(left, LOOK_EVERY))))
             except TimeoutError:
                 if not self.alive():
-                    raise Died(self._how()) from None
+                    raise self._ending() from None
                 if left <= 0:
                     raise
             except (Closed, ValueError):
-                raise Died(self._how()) from None
+                raise self._ending() from None
             else:
                 if isinstance(reply, dict):
                     return reply
@@ -130,13 +131,17 @@ class Worker:
 
     def kill(self) -> None:
         """Kill it and every process that it started."""
-        with self._ended, contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        # Once it is forgotten its number may be another's.
+        with self._lock, contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self._forgotten:
+                os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill it, wait for it, and forget it."""
         self.kill()
         self._process.wait()
+        with self._lock:
+            self._forgotten = True
         self._frames.close()
 
     def _send(self, key: int, settings: VerifierSettings | None, timeout: float, payloads: Sequence[bytes]) -> None:
@@ -144,21 +149,23 @@ class Worker:
         try:
             self._frames.send(message, timeout=START_TIMEOUT)
         except (Closed, TimeoutError):
-            raise Died(self._how()) from None
+            raise Died(str(self._ending())) from None
 
-    def _how(self) -> str:
+    def _ending(self) -> Exception:
         """How it ended; it is killed if it has only closed its socket."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         self.kill()
         code = self._process.wait()
         if code >= 0:
-            return f"the worker process ended with exit code {code}"
+            return Died(f"the worker process ended with exit code {code}")
+        if -code == signal.SIGALRM:  # Its own alarm was first, on a machine too busy to let this process kill it.
+            return TimeoutError("the worker process ended itself")
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = str(-code)
-        return f"the worker process was killed by {name}"
+        return Died(f"the worker process was killed by {name}")
 
 
 def raise_failure(reply: dict[str, Any]) -> None:
