@@ -218,6 +218,7 @@ def test_jobs_survive_a_journey_as_json() -> None:
         {"mode": "script", "argv": ("x",)},
         {"mode": "command"},
         {"mode": "serve", "partner": Job("script")},
+        {"mode": "check", "inputs": ("a", "b"), "partner": Job("serve")},
     ],
 )
 def test_jobs_that_make_no_sense_are_refused(broken: dict[str, object]) -> None:

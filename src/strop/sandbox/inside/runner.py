@@ -110,9 +110,10 @@ class Runner:
 
     def _receive(self) -> Any:
         """The job; None when the host has gone. With a job of two sandboxes comes the socket between them."""
-        data, descriptors, _, _ = socket.recv_fds(self.control, 4, 1)
+        first, descriptors, _, _ = socket.recv_fds(self.control, 4, 1)
         if descriptors:
             self.link = socket.socket(fileno=descriptors[0])
+        data = bytearray(first)
         while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
             part = self.control.recv(1 << 20)
             if not part:

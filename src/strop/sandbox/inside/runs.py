@@ -183,22 +183,22 @@ class Run:
                 self._watch()
                 watch = time.monotonic() + WATCH
             for descriptor, event in poll.poll(max(min(watch, end) - time.monotonic(), 0) * 1000):
-                name = names.get(descriptor)
+                channel = names.get(descriptor)
                 if descriptor == self.home.control.fileno():
                     raise SystemExit(1)  # The host has closed the socket: nobody wants this run any more.
                 if descriptor == self.home.wake:
                     os.read(self.home.wake, _CHUNK)
                     self._reap()
-                elif name is None:
+                elif channel is None:
                     # The tests' side has gone on, most likely because this one is ending.
                     poll.unregister(descriptor)
                     end, over = min(end, time.monotonic() + _LEAVE), "ok"
-                elif name == "stdin":
+                elif channel == "stdin":
                     feed = self._feed(descriptor, feed, event)
                     if not feed:
                         poll.unregister(descriptor)
                         os.close(outside.pop("stdin"))
-                elif not self._read(name, descriptor):
+                elif not self._read(channel, descriptor):
                     poll.unregister(descriptor)
 
     @staticmethod
