@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import site
@@ -22,6 +23,8 @@ from runs import Run
 # What many programs import: every run is a child of this process and has it already.
 _WARM = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "string", "typing")
 
+_CONTROL = 3
+"""Number of the control socket, from the beginning on; it may have come with any number."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
@@ -90,7 +93,9 @@ class Runner:
 
             # After the change of user, which undoes both. Children inherit that their memory is nobody's to read.
             prctl = ctypes.CDLL(None).prctl
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            prctl(_CONTROL = 3
+"""Number of the control socket, from the beginning on; it may have come with any number."""
+_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
             prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -200,9 +205,24 @@ def _open_up(act: Any, path: str, _: Any) -> None:
         act(path)
 
 
+def _close_above(highest: int) -> None:
+    """Close whatever else was handed down: a run closes low numbers only, and must not get anything of this."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        os.closerange(highest + 1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20))
+        return
+    for number in numbers:
+        if number > highest:
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+
 def main() -> None:
-    control, setup = int(sys.argv[1]), json.loads(sys.argv[2])
-    runner = Runner(control, setup)
+    """Be the runner that the command line describes: the number of the control socket, and the setup as JSON."""
+    os.dup2(int(sys.argv[1]), _CONTROL, inheritable=False)
+    _close_above(_CONTROL)
+    runner = Runner(_CONTROL, json.loads(sys.argv[2]))
     try:
         runner.live()
     except BrokenPipeError:
