@@ -93,9 +93,7 @@ class Runner:
 
             # After the change of user, which undoes both. Children inherit that their memory is nobody's to read.
             prctl = ctypes.CDLL(None).prctl
-            prctl(_CONTROL = 3
-"""Number of the control socket, from the beginning on; it may have come with any number."""
-_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
             prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
