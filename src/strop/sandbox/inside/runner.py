@@ -218,7 +218,10 @@ def _close_above(highest: int) -> None:
 
 def main() -> None:
     """Be the runner that the command line describes: the number of the control socket, and the setup as JSON."""
-    os.dup2(int(sys.argv[1]), _CONTROL, inheritable=False)
+    given = int(sys.argv[1])
+    if given != _CONTROL:
+        os.dup2(given, _CONTROL)
+    os.set_inheritable(_CONTROL, False)
     _close_above(_CONTROL)
     runner = Runner(_CONTROL, json.loads(sys.argv[2]))
     try:
