@@ -71,7 +71,7 @@ class Runner:
             if over or left <= 0 or (channel is None and self.testing is not None):
                 self._send({"run": number, "ended": "not_run"})
                 continue
-            result = Run(self, job, given, channel, min(left, job["limits"]["wall_seconds"])).result()
+            result = Run(self, job, given, channel, left).result()
             over = job["stop_at_failure"] and result["ended"] != "ok" and job["mode"] != "serve"
             over = over or (number + 1 < len(job["inputs"]) and not self._clean())
             self._send({"run": number, **result})
