@@ -55,6 +55,15 @@ def test_sampling_gives_rates_and_the_trainers_logprobs(tmp_path: Path) -> None:
         assert gap["mean"] < 1e-5
 
 
+def test_sandboxes_are_timed(tmp_path: Path) -> None:
+    numbers = smoke("sandbox", tmp_path / "r.json")
+    assert set(numbers["latency_ms"]) == {"warm", "cold", "check", "ten_ms", "interpreter"}
+    for spread in numbers["latency_ms"].values():
+        assert 0 < spread["least"] <= spread["median"] <= spread["p95"] <= spread["largest"]
+    assert numbers["latency_ms"]["ten_ms"]["least"] > 10
+    assert numbers["throughput"]["jobs_per_second"] > 0
+
+
 def test_packing_computes_what_padding_does(tmp_path: Path) -> None:
     numbers = smoke("packing", tmp_path / "r.json")
     assert set(numbers["ragged"]["seconds"]) == {"padded", "block_mask", "packed"}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,6 +159,35 @@ def test_closing_ends_what_runs_and_what_waits(others: set[int]) -> None:
     assert time.monotonic() - began < 5
     assert isinstance(future.exception(5), SandboxError)
     assert set(processes_inside()) == others
+    with pytest.raises(SandboxError, match="closed"):
+        pool.submit(Job("script", "print(1)"))
+    pool.close()  # Once more does no harm.
+
+
+def test_threads_end_with_their_pool() -> None:
+    before = set(threading.enumerate())
+    with opened(workers=3) as pool:
+        assert pool.submit(Job("script", "print(1)")).result(20).runs[0].stdout == "1\n"
+        assert len(set(threading.enumerate()) - before) == 5
+    end = time.monotonic() + 5
+    while time.monotonic() < end and set(threading.enumerate()) - before:
+        time.sleep(0.02)
+    assert not set(threading.enumerate()) - before
+
+
+def test_many_open_files_are_no_hindrance() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        with opened(workers=1) as pool:
+            # Nothing is handed down to a program, whatever number it has here.
+            source = "import os\nprint([name for name in os.listdir('/proc/self/fd') if int(name) > 5])"
+            assert pool.submit(Job("script", source)).result(20).runs[0].stdout == "[]\n"
+    finally:
+        for descriptor in files:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 OWNER = """

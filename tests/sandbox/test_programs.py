@@ -163,6 +163,26 @@ def test_processor_time_and_wall_clock_are_told_apart_from_errors(run: Run) -> N
     assert asleep.cpu < 0.5
 
 
+def test_time_for_which_others_had_the_processor_does_not_count(run: Run) -> None:
+    # Four more processes on the same core: what takes a third of a second takes five times as long.
+    source = """
+import os, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+for _ in range(4):
+    if os.fork() == 0:
+        while True: pass
+began = time.monotonic()
+while time.process_time() < 0.35: pass
+print(time.monotonic() - began > 0.7)
+"""
+    found = run(source, wall_seconds=0.7)
+    assert (found.ended, found.stdout) == ("ok", "True\n")
+    # But not for ever.
+    endless = run(source.replace("0.35", "1e9"), wall_seconds=0.5, cpu_seconds=60)
+    assert endless.ended == "timeout"
+    assert 0.5 < endless.seconds < 2.5
+
+
 def test_memory(run: Run) -> None:
     source = "block = bytearray({} << 20); print(len(block) >> 20)"
     assert run(source.format(100)).stdout == "100\n"
@@ -218,6 +238,7 @@ def test_jobs_survive_a_journey_as_json() -> None:
         {"mode": "script", "argv": ("x",)},
         {"mode": "command"},
         {"mode": "serve", "partner": Job("script")},
+        {"mode": "check", "inputs": ("a", "b"), "partner": Job("serve")},
     ],
 )
 def test_jobs_that_make_no_sense_are_refused(broken: dict[str, object]) -> None:

@@ -15,7 +15,8 @@ class LimitSettings(StrictModel):
     cpu_seconds: PositiveInt = 5
     """Processor time of one process of one run (of one test, say)."""
     wall_seconds: PositiveFloat = 10.0
-    """Time that one run may take from its start to its end."""
+    """Time that one run may take from its start to its end, without that in which it was ready and other work had
+    the processor."""
     total_seconds: PositiveFloat = 60.0
     """Time that all runs of a job (all tests of a completion, say) may take together; runs that come later are not
     started."""

@@ -55,12 +55,13 @@ class Code:
             return Verdict(0.0, detail="no program in the completion")
         try:
             result = await self.sandbox.run(self._job(f"{before}\n{program}" if before else program, tests))
-            passed = [self._why_not(tests, index, result) for index in range(len(tests.inputs))]
+            # What was returned may be made to take long to read.
+            reasons = await asyncio.to_thread(self._reasons, tests, result)
         except SandboxError as error:
             return Verdict(None, "verifier_error", f"the sandbox failed: {shorten(str(error))}")
         except _TestsAtFault as error:
             return Verdict(None, "verifier_error", shorten(str(error)))
-        return self._score(passed)
+        return self._score(reasons)
 
     def _tests(self, item: Completed) -> Suite:
         row, settings = item.row, self.settings
@@ -91,6 +92,10 @@ class Code:
             )
         mode = "script" if tests.style == "stdin" else "call"
         return Job(mode, program, inputs=tests.inputs, limits=self.limits, stop_at_failure=early)
+
+    def _reasons(self, tests: Suite, result: SandboxResult) -> list[str]:
+        """For each test what is wrong with it, or nothing."""
+        return [self._why_not(tests, index, result) for index in range(len(tests.inputs))]
 
     def _why_not(self, tests: Suite, index: int, result: SandboxResult) -> str:
         """What is wrong with one test; empty if it passed."""

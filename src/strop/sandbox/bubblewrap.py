@@ -117,21 +117,18 @@ class Bubblewrap:
         """A file system with nothing of this machine but its programs and libraries; all of it read-only but two."""
         size = str(self.limits.disk_mib << 20)
         options = ["--size", str(1 << 20), "--tmpfs", "/"]
-        options += self._read_only("/usr")
+        options += ["--ro-bind", "/usr", "/usr"]
         for folder in _SYSTEM:
             if os.path.islink(folder):
                 options += ["--symlink", os.readlink(folder), folder]
             elif os.path.isdir(folder):
-                options += self._read_only(folder)
+                options += ["--ro-bind", folder, folder]
         for name in _ETC:
             options += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        if os.path.isdir("/nix/store"):
-            options += self._read_only("/nix/store")
-        for folder in self.interpreter.folders:
-            options += self._read_only(folder)
-        if self.packages:
-            for folder in self.interpreter.packages:
-                options += self._read_only(folder)
+        packages = self.interpreter.packages if self.packages else ()
+        store = ("/nix/store",) if os.path.isdir("/nix/store") else ()
+        for folder in (*store, *self.interpreter.folders, *packages):
+            options += _read_only(folder)
         options += ["--ro-bind", str(INSIDE), _RUNNER]
         # Root of a namespace may write to kernel settings that belong to no namespace; so nobody may write in /proc.
         options += ["--proc", "/proc", "--remount-ro", "/proc"] if self.proc else []
@@ -142,17 +139,17 @@ class Bubblewrap:
             options += ["--symlink", FOLDER, "/tmp"]
         return [*options, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER]
 
-    def _read_only(self, folder: str) -> list[str]:
-        """Show a folder at its own place; the folders above it are made, and hold nothing else."""
-        if folder != "/usr" and folder.startswith("/usr/"):
-            return []
-        above = [str(parent) for parent in reversed(Path(folder).parents) if str(parent) != "/"]
-        return [
-            *(word for parent in above for word in ("--perms", "0755", "--dir", parent)),
-            "--ro-bind",
-            folder,
-            folder,
-        ]
+
+def _read_only(folder: str) -> list[str]:
+    """Show a folder at its own place, if it is not there already.
+
+    The folders above it are made, and hold nothing else.
+    """
+    if any(folder == shown or folder.startswith(f"{shown}/") for shown in ("/usr", *_SYSTEM)):
+        return []
+    above = [str(parent) for parent in reversed(Path(folder).parents) if str(parent) != "/"]
+    make = [word for parent in above for word in ("--perms", "0755", "--dir", parent)]
+    return [*make, "--ro-bind", folder, folder]
 
 
 def _may_mount() -> bool:

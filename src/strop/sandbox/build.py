@@ -13,7 +13,6 @@ from strop.sandbox.bubblewrap import Bubblewrap, why_not
 from strop.sandbox.interpreter import find_interpreter
 from strop.sandbox.pool import Pool
 from strop.sandbox.protocol import Job, Sandbox, SandboxError
-from strop.sandbox.remote import Remote
 from strop.sandbox.unsandboxed import Unsandboxed
 
 ALLOW = "sandbox.allow_unsandboxed: true runs programs of the model as you, with your files and your network"
@@ -32,6 +31,8 @@ def make_sandbox(settings: SandboxSettings) -> Sandbox:
     if backend == "remote":
         if settings.url is None:
             raise UserError("`sandbox.backend` is remote, and no address is given", where="sandbox.url", mend="set it")
+        from strop.sandbox.remote import Remote
+
         remote = Remote(settings.url, token_variable=settings.token_variable, workers=workers)
         remote.start()
         return remote

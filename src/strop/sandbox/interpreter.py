@@ -55,7 +55,12 @@ def find_interpreter(python: str | None) -> Interpreter:
     if not path:
         raise UserError(f"there is no interpreter {python!r}", where=where, mend=mend)
     asked = subprocess.run(
-        [path, "-c", _ASK, str(INSIDE)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, cwd="/"
+        [path, "-I", "-c", _ASK, str(INSIDE)],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        cwd="/",
     )
     try:
         found = json.loads(asked.stdout)

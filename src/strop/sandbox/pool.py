@@ -52,7 +52,7 @@ class Pool:
         self._closed = False
         self._owner = os.getpid()
         self._keeper: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[SandboxResult]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[SandboxResult]] | None] = queue.SimpleQueue()
         self._running: set[Started] = set()
         atexit.register(self.close)
 
@@ -77,12 +77,15 @@ class Pool:
             raise SandboxError("a pool of sandboxes cannot be used in a fork of the process that made it")
         self.start()
         future: Future[SandboxResult] = Future()
-        self._jobs.put((job, future))
+        with self._changed:
+            if self._closed:
+                raise SandboxError("the pool of sandboxes is closed")
+            self._jobs.put((job, future))
         return future
 
     def _work(self) -> None:
-        while True:
-            job, future = self._jobs.get()
+        while (next_one := self._jobs.get()) is not None:
+            job, future = next_one
             if not future.set_running_or_notify_cancel():
                 continue
             try:
@@ -109,7 +112,10 @@ class Pool:
         """End every sandbox, and wait until all of them are gone."""
         atexit.unregister(self.close)
         with self._changed:
-            self._closed = True
+            if not self._closed:
+                self._closed = True
+                for _ in range(self.workers):
+                    self._jobs.put(None)
             self._changed.notify_all()
             running = list(self._running)
         if os.getpid() != self._owner or self._keeper is None:
@@ -139,7 +145,7 @@ class Pool:
                 continue
             try:
                 self._starting.put(Started(self._command()))
-            except OSError as error:
+            except Exception as error:
                 self._note(None, _NotBegun(f"a sandbox cannot be started: {error}"))
         self._starting.put(None)
 

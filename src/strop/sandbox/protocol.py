@@ -43,6 +43,8 @@ class Job:
             raise ValueError("a job of mode `check`, and no other, has a partner")
         if self.partner is not None and self.partner.mode != "serve":
             raise ValueError("the partner of a check serves")
+        if self.partner is not None and len(self.partner.inputs) != len(self.inputs):
+            raise ValueError(f"there are {len(self.inputs)} tests, and the partner has {len(self.partner.inputs)} runs")
         if (self.mode == "command") != bool(self.argv):
             raise ValueError("a job of mode `command`, and no other, has an argv")
         for name in self.files:

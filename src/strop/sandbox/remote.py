@@ -56,7 +56,7 @@ class Remote:
                     mend=f"export {token_variable}=...",
                 )
             self._headers["Authorization"] = f"Bearer {token}"
-        self._jobs: queue.SimpleQueue[tuple[Job, Future[SandboxResult]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Job, Future[SandboxResult]] | None] = queue.SimpleQueue()
         self._started = False
         self._lock = threading.Lock()
 
@@ -86,7 +86,11 @@ class Remote:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Nothing is kept: what runs there ends at its limits."""
+        """Let its threads end; what runs there ends at its limits."""
+        with self._lock:
+            for _ in range(self.workers if self._started else 0):
+                self._jobs.put(None)
+            self._started = False
 
     def _start_threads(self) -> None:
         with self._lock:
@@ -96,8 +100,8 @@ class Remote:
                     threading.Thread(target=self._work, name=f"strop-remote-sandbox-{number}", daemon=True).start()
 
     def _work(self) -> None:
-        while True:
-            job, future = self._jobs.get()
+        while (next_one := self._jobs.get()) is not None:
+            job, future = next_one
             if not future.set_running_or_notify_cancel():
                 continue
             try:

@@ -82,9 +82,9 @@ class Started:
                 pass_fds=[inside.fileno(), *command.descriptors],
                 cwd=command.folder or "/",
             )
-        except OSError:
+        except BaseException:
             self._control.close()
-            os.close(self._errors)
+            self._release()
             raise
         finally:
             inside.close()
@@ -100,8 +100,7 @@ class Started:
         """
         end = time.monotonic() + START_SECONDS
         while not self._ready:
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([self._control], [], [], left)[0]:
+            if not _readable(self._control, end - time.monotonic()):
                 raise SandboxError(f"a sandbox was not ready within {START_SECONDS:g} s")
             messages = self.messages(1 << 16)
             self._ready = {"ready": True} in messages
@@ -202,13 +201,17 @@ class Started:
     def finish(self) -> None:
         """Wait until all of it is gone, and remove what it leaves."""
         if self._watched is not None:
-            select.select([self._watched], [], [], GRACE_SECONDS)
+            _readable(self._watched, GRACE_SECONDS)
             os.close(self._watched)
         try:
             self._process.wait(0.5 if self.contained else GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._release()
+
+    def _release(self) -> None:
+        """Give back what was made for it; it has ended, or was never there."""
         os.close(self._errors)
         if self._command.info is not None:
             os.close(self._command.info)
@@ -221,6 +224,13 @@ class Started:
         """The end of what the command has printed about itself, if it has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        if not select.select([self._errors], [], [], 0)[0]:
+        if not _readable(self._errors, 0.0):
             return ""
         return os.read(self._errors, 1 << 16).decode(errors="replace").strip()[-2000:]
+
+
+def _readable(channel: socket.socket | int, seconds: float) -> bool:
+    """Whether there is something to read, or the end of it, within a time; `select` knows no descriptor above 1023."""
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(1e3 * max(seconds, 0.0)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import site
@@ -22,6 +23,8 @@ from runs import Run
 # What many programs import: every run is a child of this process and has it already.
 _WARM = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "string", "typing")
 
+_CONTROL = 3
+"""Number of the control socket, from the beginning on; it may have come with any number."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
@@ -68,7 +71,7 @@ class Runner:
             if over or left <= 0 or (channel is None and self.testing is not None):
                 self._send({"run": number, "ended": "not_run"})
                 continue
-            result = Run(self, job, given, channel, min(left, job["limits"]["wall_seconds"])).result()
+            result = Run(self, job, given, channel, left).result()
             over = job["stop_at_failure"] and result["ended"] != "ok" and job["mode"] != "serve"
             over = over or (number + 1 < len(job["inputs"]) and not self._clean())
             self._send({"run": number, **result})
@@ -110,9 +113,10 @@ class Runner:
 
     def _receive(self) -> Any:
         """The job; None when the host has gone. With a job of two sandboxes comes the socket between them."""
-        data, descriptors, _, _ = socket.recv_fds(self.control, 4, 1)
+        first, descriptors, _, _ = socket.recv_fds(self.control, 4, 1)
         if descriptors:
             self.link = socket.socket(fileno=descriptors[0])
+        data = bytearray(first)
         while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
             part = self.control.recv(1 << 20)
             if not part:
@@ -199,9 +203,27 @@ def _open_up(act: Any, path: str, _: Any) -> None:
         act(path)
 
 
+def _close_above(highest: int) -> None:
+    """Close whatever else was handed down: a run closes low numbers only, and must not get anything of this."""
+    try:
+        numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        os.closerange(highest + 1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1 << 20))
+        return
+    for number in numbers:
+        if number > highest:
+            with contextlib.suppress(OSError):
+                os.close(number)
+
+
 def main() -> None:
-    control, setup = int(sys.argv[1]), json.loads(sys.argv[2])
-    runner = Runner(control, setup)
+    """Be the runner that the command line describes: the number of the control socket, and the setup as JSON."""
+    given = int(sys.argv[1])
+    if given != _CONTROL:
+        os.dup2(given, _CONTROL)
+    os.set_inheritable(_CONTROL, False)
+    _close_above(_CONTROL)
+    runner = Runner(_CONTROL, json.loads(sys.argv[2]))
     try:
         runner.live()
     except BrokenPipeError:
