@@ -69,7 +69,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if head.entropy != "none" or unit is not None:
                 # Shifted first: products of unshifted logits would lose digits of a small entropy.
                 log_p = logits.sub_(lse[:, None])
-                probabilities = log_p.exp_() if head.entropy == "none" else torch.exp(log_p)
+                probabilities = torch.exp(log_p)
                 if head.entropy != "none":
                     entropy[span] = -log_p.mul_(probabilities).sum(-1)
                 del log_p, logits
