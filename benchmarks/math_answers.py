@@ -1,9 +1,9 @@
 """The math verifier: how many of 10,000 answers worker processes judge in a second, with poison in every hundred.
 
-Every answer is right or wrong by construction (`answers.py`). Every hundredth completion is poison: it is of astronomic
-size, nested without end, a megabyte long, or a program that would make a file. The verifier must call every clean answer
-what it is, no poisoned one right, and no item may take longer than the time-out. `poisoned` and `clean` are run in turn,
-through the pool of workers that a training run uses.
+Every answer is right or wrong by construction (`answers.py`). Every hundredth completion is poison: it is of
+astronomic size, nested without end, a megabyte long, or a program that would make a file. The verifier must call every
+clean answer what it is, no poisoned one right, and no item may take longer than the time-out. `poisoned` and `clean`
+are run in turn, through the pool of workers that a training run uses.
 """
 
 from __future__ import annotations

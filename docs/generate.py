@@ -43,6 +43,9 @@ def _headings() -> Iterator[tuple[str, str]]:
     for place in places():
         if models_of(place.annotation):
             yield place.path, place.description + _absent(place)
+            members = kinds_of(place.annotation)
+            for model, kind in members if len(members) > 1 else []:
+                yield f"{place.path}[{kind}]", " ".join((model.__doc__ or "").split())
         for item in items_of(place.annotation):
             kinds = kinds_of(item)
             if kinds:
