@@ -120,7 +120,8 @@ def _of_pipeline(key: str) -> str:
 def find(key: str) -> Place | None:
     """The place of a key; indexes of list entries may be left out, given as a number, or replaced by the kind."""
     wanted = [part for part in re.split(r"[.\[\]]+", key) if part and not part.isdigit()]
-    found = [place for place in places() if _spellings(place.path, wanted)]
+    exact = [place for place in places() if place.path == key]
+    found = exact or [place for place in places() if _spellings(place.path, wanted)]
     if not found and len(wanted) > 1 and (above := find(".".join(wanted[:-1]))):
         lists = items_of(above.annotation) or [above.annotation]
         entries = {kind: model for item in lists for model, kind in kinds_of(item)}
@@ -134,10 +135,10 @@ def find(key: str) -> Place | None:
 def _same_key_of(found: list[Place]) -> Place:
     """One place for a key that several kinds of list entries have."""
     first = found[0]
-    section = next(place for place in places() if place.path == first.path.split("[")[0])
+    section = next(place for place in places() if place.path == first.path.rpartition("[")[0])
     lists = items_of(section.annotation) or [section.annotation]
     every = [kind for item in lists for _, kind in kinds_of(item)]
-    kinds = [kind for place in found for kind in re.findall(r"\[(\w+)\]", place.path)]
+    kinds = [re.findall(r"\[(\w+)\]", place.path)[-1] for place in found]
     annotations = list(dict.fromkeys(place.annotation for place in found))
     descriptions = dict(zip(kinds, (place.description for place in found), strict=True))
     if len(set(descriptions.values())) == 1:
