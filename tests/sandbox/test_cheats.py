@@ -265,7 +265,7 @@ FOOLED = {
 """Cheats that are held for right, in at least one assert, where program and tests share a process."""
 
 
-@pytest.mark.parametrize("name", FOOLED)
+@pytest.mark.parametrize("name", sorted(FOOLED))
 def test_a_cheat_would_succeed_in_the_process_of_the_tests(name: str, pool: Pool) -> None:
     program = f"{HEAD}{textwrap.dedent(CHEATS[name])}\n"
     naive = "import math\nexec(input().replace('\\x00', '\\n'), globals())\nexec(input(), globals())"
