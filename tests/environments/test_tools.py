@@ -16,6 +16,7 @@ from strop.environments.protocol import Done, Observation, PolicyTurn
 from strop.environments.retrieval import Passages
 from strop.environments.tools import CallError, function_tool
 from strop.errors import DataError, UserError
+from strop.sandbox.build import SharedSandbox
 
 HERMES = "... <tool_call> ... tools ..."
 
@@ -120,9 +121,15 @@ def test_the_calculator_refuses_what_is_no_arithmetic_quickly(expression: str) -
     assert time.perf_counter() - started < 2
 
 
-def environment(tools: list[dict[str, Any]], template: str | None = HERMES, **settings: Any) -> ToolFactory:
+def environment(
+    tools: list[dict[str, Any]],
+    template: str | None = HERMES,
+    *,
+    sandbox: SharedSandbox | None = None,
+    **settings: Any,
+) -> ToolFactory:
     found = ToolEnvironment.model_validate({"kind": "tools", "tools": tools, **settings})
-    return build_environments(found, template)  # type: ignore[no-any-return]
+    return build_environments(found, template, sandbox)  # type: ignore[no-any-return]
 
 
 def step(factory: ToolFactory, text: str) -> Observation | Done:
@@ -181,7 +188,11 @@ def test_malformed_calls_cost_what_the_recipe_says_and_too_many_are_refused() ->
 
 
 def test_programs_run_in_the_sandbox_and_what_they_print_is_shown() -> None:
-    factory = environment([{"kind": "python"}])
+    with SharedSandbox() as sandbox:
+        check_programs(environment([{"kind": "python"}], sandbox=sandbox))
+
+
+def check_programs(factory: ToolFactory) -> None:
     texts = {
         "print(6 * 7)": "42",
         "x = 1": "(nothing was printed)",

@@ -14,7 +14,9 @@ from strop.data.programs import problems
 from strop.errors import UserError
 from strop.rewards.build import build_scorer
 from strop.rewards.code import Code
+from strop.rewards.composition import CompositeScorer
 from strop.rewards.protocol import Completed, Verdict
+from strop.sandbox.build import SharedSandbox
 from strop.sandbox.pool import Pool
 from strop.sandbox.protocol import Job, SandboxError, SandboxResult
 
@@ -302,10 +304,16 @@ def test_a_sandbox_that_fails_is_no_wrong_answer(pool: Pool) -> None:
     assert verdicts[1].detail == "the sandbox failed: no memory left on this machine"
 
 
-async def test_a_scorer_runs_programs_and_gives_the_sandbox_back(pool: Pool) -> None:
+async def test_a_scorer_runs_programs_and_leaves_the_sandbox_to_its_maker() -> None:
     settings = RewardSettings.model_validate({"verifiers": [{"kind": "code", "weight": 2.0}], "timeout": 0.5})
     limits = {"cpu_seconds": 2, "wall_seconds": 1.5, "memory_mib": 256}
-    scorer = build_scorer(settings, SandboxSettings.model_validate({"workers": 2, "limits": limits}))
+    with SharedSandbox(SandboxSettings.model_validate({"workers": 2, "limits": limits})) as sandbox:
+        scorer = build_scorer(settings, sandbox)
+        await _check_scorer(scorer)
+        assert (await scorer.score([Completed("", DOUBLE, row={"tests": DOUBLES})]))[0].correct
+
+
+async def _check_scorer(scorer: CompositeScorer) -> None:
     sleepy = "import time; time.sleep(60)"
     items = [Completed("", program, row={"tests": DOUBLES}) for program in (DOUBLE, "print(1)", sleepy, sleepy, sleepy)]
     rewards = await scorer.score(items)
@@ -339,6 +347,6 @@ def test_a_scorer_without_a_sandbox_is_refused_before_anything_runs(monkeypatch:
     monkeypatch.setenv("PATH", "/nowhere")
     settings = RewardSettings.model_validate({"verifiers": [{"kind": "code"}]})
     with pytest.raises(UserError, match="bubblewrap is not installed"):
-        build_scorer(settings)
+        build_scorer(settings, SharedSandbox())
     # Without a verifier that needs one, none is looked for.
-    build_scorer(RewardSettings.model_validate({"verifiers": [{"kind": "exact"}]}))
+    build_scorer(RewardSettings.model_validate({"verifiers": [{"kind": "exact"}]}), SharedSandbox())

@@ -17,7 +17,6 @@ from strop.config.environment import (
     RetrievalTool,
     ToolEnvironment,
 )
-from strop.config.sandbox import SandboxSettings
 from strop.environments.calculator import calculator
 from strop.environments.mcp import McpServer
 from strop.environments.protocol import Environment
@@ -27,8 +26,7 @@ from strop.environments.tool_use import ToolUse, instructions, make_style
 from strop.environments.tools import Tool, function_tool
 from strop.errors import UserError
 from strop.rewards.python import load_function
-from strop.sandbox.build import make_sandbox
-from strop.sandbox.protocol import Sandbox
+from strop.sandbox.build import SharedSandbox
 
 
 class ToolFactory:
@@ -46,13 +44,12 @@ class ToolFactory:
         self,
         settings: ToolEnvironment,
         template: str | None,
-        sandbox: SandboxSettings | None = None,
+        sandbox: SharedSandbox | None = None,
         *,
         where: str = "environment",
     ) -> None:
         self._settings = settings
-        self._places = sandbox or SandboxSettings()
-        self._sandbox: Sandbox | None = None
+        self._sandbox = sandbox
         self._servers: list[McpServer] = []
         self._passages: list[Passages] = []
         found = [
@@ -87,8 +84,6 @@ class ToolFactory:
             await server.close()
         for passages in self._passages:
             passages.close()
-        if self._sandbox is not None:
-            self._sandbox.close()
 
     def _tools_of(self, settings: Any, where: str) -> list[Tool]:
         match settings:
@@ -97,8 +92,9 @@ class ToolFactory:
             case FunctionTool():
                 return [function_tool(load_function(settings.path, where=f"{where}.path"), where=f"{where}.path")]
             case PythonTool():
-                self._sandbox = self._sandbox or make_sandbox(self._places)
-                return [python_tool(self._sandbox, self._places.limits)]
+                if self._sandbox is None:
+                    raise ValueError("the tool `python` needs a sandbox")
+                return [python_tool(self._sandbox.get(), self._sandbox.settings.limits)]
             case RetrievalTool():
                 return [self._search(settings)]
             case McpTools():
@@ -162,13 +158,13 @@ class PythonFactory:
 
 
 def build_environments(
-    settings: ToolEnvironment | PythonEnvironment, template: str | None, sandbox: SandboxSettings | None = None
+    settings: ToolEnvironment | PythonEnvironment, template: str | None, sandbox: SharedSandbox | None = None
 ) -> Any:
     """The factory of a recipe's environments.
 
     Args:
-        template: the tokenizer's chat template; None without one. sandbox: where programs run, the defaults if not
-            given.
+        template: the tokenizer's chat template; None without one. sandbox: where programs run; the tool
+            `python` needs one, and does not close it.
 
     Raises:
         UserError: a function cannot be imported, a folder is empty, a server does not start, there is no sandbox.

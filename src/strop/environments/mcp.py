@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import tempfile
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,6 +13,8 @@ from strop.environments.tools import CallError, Tool
 from strop.errors import MissingExtra, UserError
 
 START_SECONDS = 30.0
+SHOWN = 500
+"""Characters of what a server wrote that an error shows."""
 
 
 class McpServer:
@@ -30,6 +33,8 @@ class McpServer:
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
+        # What a server writes about itself would run through the display, and not every stderr is a file.
+        self._said = tempfile.TemporaryFile("w+", errors="replace")
 
     def tools(self) -> list[Tool]:
         """What the server offers; it runs for that long only.
@@ -102,9 +107,8 @@ class McpServer:
             return await stack.enter_async_context(Client(self._settings.url))
         assert self._settings.command is not None
         command, *arguments = self._settings.command
-        return await stack.enter_async_context(
-            Client(stdio_client(StdioServerParameters(command=command, args=arguments)))
-        )
+        parameters = StdioServerParameters(command=command, args=arguments)
+        return await stack.enter_async_context(Client(stdio_client(parameters, errlog=self._said)))
 
     def _caller(self, name: str) -> Any:
         async def call(arguments: dict[str, Any]) -> str:
@@ -122,8 +126,11 @@ class McpServer:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         what = self._settings.url or " ".join(self._settings.command or [])
+        self._said.seek(0)
+        said = self._said.read().strip()[-SHOWN:]
         return UserError(
-            f"the MCP server {what!r} cannot be asked for its tools: {type(error).__name__}: {error}",
+            f"the MCP server {what!r} cannot be asked for its tools: {type(error).__name__}: {error}"
+            + (f"; it said: {said}" if said else ""),
             where=self._where,
-            mend="start it by hand to see what it says",
+            mend="start it by hand to see what is wrong",
         )

@@ -45,10 +45,10 @@ class ToolUse:
         return text if len(text) <= limit else f"{text[:limit]}\n({len(text) - limit} more characters are cut off)"
 
     async def _called(self, number: int, call: Call) -> str:
-        if call.problem is not None:
-            raise CallError(call.problem)
         if number >= self._settings.max_calls:
             raise CallError(f"at most {self._settings.max_calls} calls are allowed in one turn")
+        if call.problem is not None:
+            raise CallError(call.problem)
         tool = self._tools.get(call.name)
         if tool is None:
             raise CallError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")

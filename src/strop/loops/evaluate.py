@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from strop.config import Config
 from strop.config.model import ModelSettings
@@ -20,6 +21,9 @@ from strop.rollout.collector import reward_of, score_episodes
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode
 from strop.rollout.player import Player
+
+if TYPE_CHECKING:
+    from strop.loops.prepare import Prepared
 
 # Random streams of evaluation never meet those of training, whose first number is a group's.
 STREAM = -1
@@ -137,13 +141,19 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         evaluation = config.evaluation.model_copy(update={"verifiers": None, "correct_at": 1.0})
         parts = {"rewards": held_out_rewards(config), "evaluation": evaluation, "critic": CriticSettings()}
         config = config.model_copy(update=parts)
-    prepared = prepare(config)
+    with prepare(config) as prepared:
+        return _evaluate(prepared, prompts)
+
+
+def _evaluate(prepared: Prepared, prompts: int | None) -> Scores:
     from strop.loops import assembly
 
+    config = prepared.config
+    assert prepared.held_out is not None
+    assert prepared.scorer is not None
     prepared.scorer.load()
     roles = assembly.load_roles(prepared)
     engine = assembly.make_engine(prepared, roles)
-    assert prepared.held_out is not None
 
     async def work() -> Scores:
         try:

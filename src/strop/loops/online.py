@@ -51,18 +51,18 @@ async def train_online(config: Config, *, fresh: bool, recipe: str | None) -> Tr
 @asynccontextmanager
 async def open_run(config: Config, *, fresh: bool = False, recipe: str | None = None) -> AsyncIterator[Run]:
     """A run with everything in memory, at the step it had reached. Leaving it closes files and gives the lock back."""
-    prepared = prepare(config)
-    # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
-    from strop.loops.run import Run
+    with prepare(config) as prepared:
+        # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
+        from strop.loops.run import Run
 
-    run = await Run.open(prepared, fresh=fresh, recipe=recipe)
-    try:
-        yield run
-    except BaseException as error:
-        await run.close(error)
-        raise
-    else:
-        await run.close(None)
+        run = await Run.open(prepared, fresh=fresh, recipe=recipe)
+        try:
+            yield run
+        except BaseException as error:
+            await run.close(error)
+            raise
+        else:
+            await run.close(None)
 
 
 __all__ = ["TrainingSummary", "open_run", "train_online"]

@@ -52,7 +52,7 @@ def _check(config: Config) -> None:
     if config.supervised is not None:
         prepare_examples(config)
     else:
-        prepare(config)
+        prepare(config).close()
 
 
 def _with_models(recipe: Config, models: Mapping[str, str]) -> Config:

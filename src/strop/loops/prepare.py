@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from strop.config import Config
 from strop.config.rewards import RewardSettings
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from strop.planning.hardware import Hardware
     from strop.rewards.protocol import Scorer
     from strop.rollout.player import World
+    from strop.sandbox.build import SharedSandbox
 
 
 @dataclass
@@ -44,8 +45,19 @@ class Prepared:
     held_out_scorer: Scorer | None
     algorithm: Algorithm
     longest: int
+    sandbox: SharedSandbox
     about: str = ""
     world: World | None = None
+
+    def close(self) -> None:
+        """Give back what was started to see whether it works."""
+        self.sandbox.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def needs_reference(self) -> bool:
@@ -56,6 +68,8 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Check a recipe against this machine, the model's folder, the data and the rewards. Writes nothing.
+
+    What is returned holds processes, which its end as a context manager, or `close`, gives back.
 
     Raises:
         UserError: something is missing or does not fit; the error says what, where and how to mend it.
@@ -69,16 +83,26 @@ def prepare(config: Config) -> Prepared:
         )
     _check_reference(config)
     check_idle(config)
+    from strop.sandbox.build import SharedSandbox
 
+    sandbox = SharedSandbox(config.sandbox)
+    try:
+        return _prepare(config, sandbox)
+    except BaseException:
+        sandbox.close()
+        raise
+
+
+def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
     # What needs no torch comes first: importing it takes longer than most of these checks.
     from strop.data.sources import open_source
     from strop.rewards.build import build_scorer
     from strop.tracking.trackers import check_trackers
 
     check_trackers(config.tracking)
-    scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards, config.sandbox)
+    scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards, sandbox)
     if config.evaluation.verifiers is not None and config.rewards is not None:
-        held_out_scorer = build_scorer(held_out_rewards(config), config.sandbox, key="evaluation.verifiers")
+        held_out_scorer = build_scorer(held_out_rewards(config), sandbox, key="evaluation.verifiers")
     given = {
         "data.train": config.data.train,
         "warmup.data": config.warmup.data if config.warmup is not None else None,
@@ -92,7 +116,7 @@ def prepare(config: Config) -> Prepared:
 
     facts = inspect_model(config.model)
     room = longest_prompt(config, facts.context)
-    world = _world(config, facts)
+    world = _world(config, facts, sandbox)
     renderer = None if world is None else world.renderer
     train, shown, expected, seen = _training_data(config, sources, facts, room, renderer)
     held_out = None
@@ -117,7 +141,19 @@ def prepare(config: Config) -> Prepared:
     _check_others(config, facts, shown, longest)
     about = "" if seen is None else described(config, train, seen)
     return Prepared(
-        config, hardware, facts, train, shown, held_out, scorer, held_out_scorer, algorithm, longest, about, world
+        config,
+        hardware,
+        facts,
+        train,
+        shown,
+        held_out,
+        scorer,
+        held_out_scorer,
+        algorithm,
+        longest,
+        sandbox,
+        about,
+        world,
     )
 
 
@@ -169,7 +205,7 @@ def _training_data(
     return train, shown, expected, seen
 
 
-def _world(config: Config, facts: ModelFacts) -> World | None:
+def _world(config: Config, facts: ModelFacts, sandbox: SharedSandbox) -> World | None:
     """What answers the policy's turns; None where there is one turn only."""
     if config.environment is None:
         return None
@@ -178,7 +214,7 @@ def _world(config: Config, facts: ModelFacts) -> World | None:
     from strop.rollout.player import World
 
     template = getattr(facts.tokenizer, "chat_template", None)
-    factory = build_environments(config.environment, template, config.sandbox)
+    factory = build_environments(config.environment, template, sandbox)
     renderer = Renderer(config.data, facts.tokenizer, tools=factory.tools, instructions=factory.instructions)
     return World(factory, config.environment, renderer, frozenset(facts.eos_ids), facts.context)
 

@@ -100,7 +100,11 @@ def replayable(run: Path, config: Config) -> list[int]:
 async def _replay(folder: Path, config: Config, step: int, before: Mapping[str, float]) -> Replay:
     from strop.loops.prepare import prepare
 
-    run = await _run_before(folder, prepare(config), step)
+    with prepare(config) as prepared:
+        return await _replay_of(await _run_before(folder, prepared, step), folder, step, before)
+
+
+async def _replay_of(run: Run, folder: Path, step: int, before: Mapping[str, float]) -> Replay:
     try:
         groups = await run.collect()
         batch = run.build_batch(groups)

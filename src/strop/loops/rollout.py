@@ -16,6 +16,7 @@ from strop.config.model import ModelSettings
 from strop.errors import UserError
 from strop.loops.event_loop import run_to_end
 from strop.loops.prepare import longest_prompt, prompt_dataset
+from strop.sandbox.build import SharedSandbox
 from strop.tracking.rollouts import RolloutFile, check_target, rollout_row
 
 if TYPE_CHECKING:
@@ -92,13 +93,17 @@ def rollout(
         config, version = _of_run(config, Path(run), checkpoint)
     if samples is not None:
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": samples})})
-    prepared = prepare_rollout(config)
-    count = prompts or _usable(prepared.train)
-    return run_to_end(lambda: _roll_out(prepared, target, count, version))
+    with SharedSandbox(config.sandbox) as sandbox:
+        prepared = prepare_rollout(config, sandbox)
+        count = prompts or _usable(prepared.train)
+        return run_to_end(lambda: _roll_out(prepared, target, count, version))
 
 
-def prepare_rollout(config: Config) -> PreparedRollout:
+def prepare_rollout(config: Config, sandbox: SharedSandbox) -> PreparedRollout:
     """Check what sampling takes; writes nothing.
+
+    Args:
+        sandbox: where programs run; whoever made it closes it.
 
     Raises:
         UserError: something is missing or does not fit.
@@ -119,7 +124,7 @@ def prepare_rollout(config: Config) -> PreparedRollout:
     from strop.data.sources import open_source
     from strop.rewards.build import build_scorer
 
-    scorer = None if config.rewards is None else build_scorer(config.rewards, config.sandbox)
+    scorer = None if config.rewards is None else build_scorer(config.rewards, sandbox)
     source = open_source(config.data.train)
 
     from strop.models.load import inspect_model

@@ -18,7 +18,6 @@ from strop.config.rewards import (
     RewardSettings,
     VerifierSettings,
 )
-from strop.config.sandbox import SandboxSettings
 from strop.rewards.checks import is_isolated
 from strop.rewards.choice import Choice
 from strop.rewards.code import Code
@@ -36,20 +35,19 @@ from strop.rewards.pool import WorkerPool
 from strop.rewards.protocol import AsyncVerifier, Verifier
 from strop.rewards.python import PythonFunction
 from strop.rewards.scored import RewardModel
-from strop.sandbox.build import make_sandbox
+from strop.sandbox.build import SharedSandbox
 
 
 def build_scorer(
-    settings: RewardSettings, sandbox: SandboxSettings | None = None, *, key: str = "rewards.verifiers"
+    settings: RewardSettings, sandbox: SharedSandbox | None = None, *, key: str = "rewards.verifiers"
 ) -> CompositeScorer:
     """The scorer of a run; everything that can be wrong with a verifier before it is called is found here.
 
-    Worker processes start when there is something for them to do. Programs run in one sandbox, which is made if there
-    is a verifier that runs some.
+    Worker processes start when there is something for them to do.
 
     Args:
         settings: the verifiers.
-        sandbox: where programs run; the default settings if not given.
+        sandbox: where programs run; verifiers of programs need one, and do not close it.
         key: where the verifiers stand in the recipe, for messages.
 
     Raises:
@@ -57,13 +55,10 @@ def build_scorer(
             sandbox, and so on.
     """
     pool = WorkerPool(workers=settings.workers, memory=settings.worker_memory)
-    places = sandbox or SandboxSettings()
-    runs_programs = any(isinstance(verifier, CodeVerifier) for verifier in settings.verifiers)
-    made = make_sandbox(places) if runs_programs else None
     verifiers: list[Verifier | AsyncVerifier] = []
     for index, verifier in enumerate(settings.verifiers):
-        if isinstance(verifier, CodeVerifier) and made is not None:
-            verifiers.append(Code(verifier, made, places.limits))
+        if isinstance(verifier, CodeVerifier) and sandbox is not None:
+            verifiers.append(Code(verifier, sandbox.get(), sandbox.settings.limits))
             continue
         timeout = timeout_of(verifier, settings)
         built = build_verifier(verifier, timeout=timeout, where=f"{key}.{index}")

@@ -42,7 +42,7 @@ class Code:
         return await asyncio.gather(*(self._verdict(item) for item in completed))
 
     async def close(self) -> None:
-        await asyncio.to_thread(self.sandbox.close)
+        """Nothing is held: the sandbox belongs to whoever made it."""
 
     async def _verdict(self, item: Completed) -> Verdict:
         try:

@@ -26,6 +26,7 @@ RECURSION = 2000
 """Depth of calls in a check: nested brackets end in a RecursionError, long before the stack of C does."""
 GRACE = 2.0
 """Seconds after an item's time-out at which a worker ends itself, should the run be gone and unable to end it."""
+TOO_LARGE = "it needs more memory than rewards.worker_memory allows"
 Reply = dict[str, Any]
 
 
@@ -94,6 +95,8 @@ def _build(checks: dict[int, Verifier], key: int, settings: Any, timeout: float)
         checks[key] = build_check(settings, timeout=timeout)
     except StropError as error:
         return _failure(error)
+    except MemoryError:
+        return {"error": TOO_LARGE}
     except BaseException as error:
         return {"error": describe_exception(error)}
     return {"built": key}
@@ -107,7 +110,7 @@ def _check(check: Verifier, payload: bytes) -> Reply:
     except StropError as error:
         return _failure(error)
     except MemoryError:
-        return {"error": "it needs more memory than rewards.worker_memory allows"}
+        return {"error": TOO_LARGE}
     except BaseException as error:  # A `sys.exit()` in a check too.
         return {"error": describe_exception(error)}
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import warnings
+from typing import Self
 
 from strop.config.sandbox import SandboxSettings
 from strop.errors import UserError
@@ -16,6 +17,39 @@ from strop.sandbox.protocol import Job, Sandbox, SandboxError
 from strop.sandbox.unsandboxed import Unsandboxed
 
 ALLOW = "sandbox.allow_unsandboxed: true runs programs of the model as you, with your files and your network"
+
+
+class SharedSandbox:
+    """The sandbox that the verifiers and tools of one run share: started when the first of them asks for it.
+
+    Whoever makes this closes it; it is a context manager.
+    """
+
+    def __init__(self, settings: SandboxSettings | None = None) -> None:
+        self.settings = settings or SandboxSettings()
+        self._made: Sandbox | None = None
+
+    def get(self) -> Sandbox:
+        """The sandbox; it has run something before it is returned for the first time.
+
+        Raises:
+            UserError: as `make_sandbox`.
+        """
+        if self._made is None:
+            self._made = make_sandbox(self.settings)
+        return self._made
+
+    def close(self) -> None:
+        """Stop what was started; may be called more than once."""
+        made, self._made = self._made, None
+        if made is not None:
+            made.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def make_sandbox(settings: SandboxSettings) -> Sandbox:
