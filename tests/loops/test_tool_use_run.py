@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def secret(number: str) -> str:
     "Knows what belongs to a number."
     return str((int(number) * 7919 + 13) % 1009 % 10)
 """
-"""A table that the prompts do not tell: held-out numbers have the answers of training no more often than chance."""
+"""A table that nothing but the tool tells: held-out numbers have other answers than their neighbours."""
 
 
 @pytest.fixture
@@ -33,15 +34,15 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [{"prompt": f"{n}=", "answer": scope["secret"](n)} for n in numbers]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::2]))
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1::6]))
-    # Half of the demonstrations call, the other half guess what another number has.
-    shown = []
-    for at, row in enumerate(rows[::2]):
-        number = row["prompt"][:-1]
-        if at % 2:
-            shown.append({"prompt": row["prompt"], "answer": f"[{number}]"})
-        else:
-            shown.append({"prompt": row["prompt"], "answer": rows[at]["answer"]})
-        shown.append({"prompt": f"{number}=[{number}]{row['answer']};", "answer": row["answer"]})
+    # They guess as often as they call, and none tells what belongs to a number.
+    shown, chance = [], random.Random(0)
+    for number in numbers:
+        guess, said = chance.choice("0123456789"), chance.choice("0123456789")
+        shown += [
+            {"prompt": f"{number}=", "answer": guess},
+            {"prompt": f"{number}=", "answer": f"[{number}]"},
+            {"prompt": f"{number}=[{number}]{said};", "answer": said},
+        ]
     (tmp_path / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
     return tmp_path
 
@@ -60,9 +61,9 @@ def learning(**changes: Any) -> dict[str, Any]:
             "rewards.verifiers": [{"kind": "exact"}],
             "warmup": {
                 "data": {"path": "shown.jsonl"},
-                "steps": 250,
+                "steps": 400,
                 "batch_size": 64,
-                "optimizer": {"learning_rate": 6e-3, "schedule": "cosine", "warmup_steps": 20},
+                "optimizer": {"learning_rate": 3e-3, "schedule": "cosine", "warmup_steps": 20},
             },
             "rollout": {"groups_per_step": 16, "group_size": 8, "max_new_tokens": 10},
             "environment": {
@@ -86,19 +87,17 @@ def learning(**changes: Any) -> dict[str, Any]:
 
 def test_accuracy_with_the_tool_rises_above_what_is_possible_without(workplace: Path) -> None:
     summary = train(load_config(None, data=learning()), fresh=True)
-    assert summary.before["accuracy"] < 0.75
-    assert summary.after["accuracy"] > summary.before["accuracy"] + 0.15
+    assert summary.before["accuracy"] < 0.65
+    assert summary.after["accuracy"] > 0.85
     # There are ten answers, and nothing of a number says which is its own.
-    assert summary.after["accuracy"] > 0.7
     without = learning(**{"environment": None, "run.name": "without"})
     alone = train(load_config(None, data=without), fresh=True)
     assert alone.after["accuracy"] < 0.3
 
     records = read_episodes(summary.folder / "episodes" / "step-000020.parquet")
-    calling = [record for record in records if len(record.tokens) > 6]
-    assert len(calling) > len(records) / 2
-    for record in calling:
-        # What the tool said is read and not trained; both turns are.
-        spans = "".join(str(int(trained)) for trained in record.loss_mask)
-        assert spans.startswith("0000")
-        assert "1001" in spans
+    spans = ["".join(str(int(trained)) for trained in record.loss_mask) for record in records]
+    assert all(span.startswith("0000") for span in spans)
+    # What the tool said is read and not trained; the turns before and after it are.
+    assert sum("1001" in span for span in spans) > len(spans) / 2
+    # An answer after which no turn fits is not read: these would be longer than the context.
+    assert max(map(len, spans)) <= 24

@@ -229,6 +229,24 @@ def test_turns_observations_and_turn_lengths_are_limited() -> None:
     assert episode.status == "length"
 
 
+def test_an_observation_that_no_turn_can_follow_is_not_read() -> None:
+    """Nobody samples behind it, and it may be longer than the model's context."""
+    long = [[{"role": "user", "content": "more " * CONTEXT}]]
+    episode, policy = play("qwen2_5", Script(long))
+    assert (episode.status, len(policy.requests), len(episode.turns)) == ("length", 1, 2)
+    assert len(episode.streams()[0].tokens) <= CONTEXT
+    assert episode.messages[-1] == long[0][0]
+    episode, policy = play("qwen2_5", Script([[{"role": "user", "content": "more"}]] * 3), max_turns=2)
+    assert episode.turns[-1].sampled
+
+
+def test_first_messages_that_leave_no_room_are_the_environments_fault() -> None:
+    episode, policy = play("qwen2_5", Script([], opening=[{"role": "user", "content": "more " * CONTEXT}]))
+    assert episode.status == "environment_error"
+    assert "leave no room" in episode.detail
+    assert not policy.requests
+
+
 def test_rewards_of_turns_are_kept_by_turn() -> None:
     episode, _ = play("qwen2_5", Script([[{"role": "user", "content": "?"}]] * 2, rewards=[0.5, None, 2.0]))
     sampled = [number for number, turn in enumerate(episode.turns) if turn.sampled]

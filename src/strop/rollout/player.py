@@ -130,8 +130,8 @@ class _Game:
             path = self.episode.path_tokens(place)
             room = self._room(len(path), first)
             if room < 1:
-                finish = "length"
-                break
+                # Only the first: an observation that leaves no room is not appended.
+                raise _Failed(Status.ENVIRONMENT_ERROR, f"its first messages, of {len(path)} tokens, leave no room")
             stream = (*self.stream, -number) if number else self.stream
             settings = replace(self.settings, max_new_tokens=room)
             turn, finish = await self.player._sample(self.episode, place, path, settings, stream)
@@ -147,17 +147,25 @@ class _Game:
                     raise _Failed(Status.ENVIRONMENT_ERROR, answer.error)
                 break
             conversation.said(said.text, self.episode.turns[turn].tokens.tolist(), turn, answer.turn)
-            place = self._observe(conversation, answer)
+            next_place = self._observe(conversation, answer, first, more=number + 1 < self.world.settings.max_turns)
             # The policy has not had the last word: were there no turn left, the episode is cut short.
             finish = "length"
+            if next_place is None:
+                break
+            place = next_place
         self.episode.messages = conversation.messages
         self.episode.status = Status(finish)
 
-    def _observe(self, conversation: Conversation, answer: Observation) -> TurnId:
+    def _observe(self, conversation: Conversation, answer: Observation, first: int, *, more: bool) -> TurnId | None:
+        """Append what the policy reads next; nothing, and None, where no turn can follow: it would be read by no one,
+        and may be longer than the model's context."""
         try:
             found = conversation.extend(answer.messages)
         except StropError as error:
             raise _Failed(Status.ENVIRONMENT_ERROR, str(error)) from error
+        before = 0 if found.parent is None else len(self.episode.path_tokens(found.parent))
+        if not more or self._room(before + len(found.tokens), first) < 1:
+            return None
         if found.parent is None:
             place = self.episode.append_prompt(found.tokens)
         else:
