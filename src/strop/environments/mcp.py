@@ -34,7 +34,7 @@ class McpServer:
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         # What a server writes about itself would run through the display, and not every stderr is a file.
-        self._said = tempfile.TemporaryFile("w+", errors="replace")
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (as long as this object)
 
     def tools(self) -> list[Tool]:
         """What the server offers; it runs for that long only.
