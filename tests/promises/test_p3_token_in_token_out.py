@@ -88,7 +88,7 @@ def test_the_trainer_gets_what_the_engine_sampled(
         for sequence in range(batch.sequences):
             here = batch.seq_ids == sequence
             ids, mask = batch.input_ids[here], batch.loss_mask[here]
-            group = int(batch.group_ids[sequence])
+            group = int(batch.prompt_ids[sequence])
             sample = sum(1 for other, _ in handed if other == group)
             handed.append((group, sample))
             request, result = seen.sampled[group, sample]

@@ -187,6 +187,18 @@ def asked(**changes: Any) -> dict[str, Any]:
     return recipe(**{**asked_settings(), **changes})
 
 
+def played(**changes: Any) -> dict[str, Any]:
+    """A recipe whose policy plays two roles."""
+    return recipe(
+        **{
+            "environment": {"kind": "self_play", "factory": "tiny_worlds:Echoes", "arguments": {"turns": 4}},
+            "rollout.max_new_tokens": 8,
+            "rewards.verifiers": [{"kind": "environment"}],
+            **changes,
+        }
+    )
+
+
 DISTILLED = {"model": {"path": "first"}, "supervised.teachers": [{"path": "second"}]}
 METHODS = ("sft", "dpo", "cdpo", "simpo", "kto", "reward_model", "process_reward")
 
@@ -354,6 +366,10 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "asked": asked,
     "asked slowly": lambda: asked(**{"environment.arguments": {"pause": 0.2}}),
+    "tree": lambda: tools(**{"rollout.tree": {"at": [1]}, "environment.max_turns": 4}),
+    "played": played,
+    "played slowly": lambda: played(**{"environment.arguments.pause": 0.2}),
+    "played forgetfully": lambda: played(model={"path": "forgetful"}, **{"data.render": "chat"}),
     "penalised": lambda: tools(
         **{
             "rewards.verifiers": [{"kind": "environment"}, {"kind": "python", "function": "tiny_rewards:spread"}],
@@ -726,6 +742,17 @@ TABLE: dict[str, Case] = {
     "environment[tools].max_result_characters": Case(1, context="tools"),
     "environment[python].factory": Case("tiny_worlds:Insists", context="asked"),
     "environment[python].arguments": Case({"text": "2"}, context="asked"),
+    "environment[self_play].kind": Case({"kind": "python", "factory": "tiny_worlds:Asks"}, context="played"),
+    "environment[self_play].max_turns": Case(3, context="played"),
+    "environment[self_play].max_turn_tokens": Case(1, context="played"),
+    "environment[self_play].max_tokens": Case(2, context="played"),
+    "environment[self_play].step_timeout": Case(0.01, "outcome", "played slowly", says="the environment failed in"),
+    "environment[self_play].episode_timeout": Case(0.01, "outcome", "played slowly", says="the environment failed in"),
+    "environment[self_play].keep_history": Case(True, context="played forgetfully"),
+    "environment[self_play].factory": Case("tiny_worlds:Mirrors", context="played"),
+    "environment[self_play].arguments": Case({"turns": 2}, context="played"),
+    "rollout.tree.at": Case([2], context="tree"),
+    "rollout.tree.branches": Case(3, context="tree"),
     **of_a_verifier("environment", "asked", RARELY),
     "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
     "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
@@ -992,7 +1019,7 @@ def changed(leaf: str, case: Case) -> dict[str, Any]:
     key = re.sub(
         r"\[\w*\]",
         ".0",
-        leaf.replace("environment[tools]", "environment").replace("environment[python]", "environment"),
+        re.sub(r"^environment\[\w+\]", "environment", leaf),
     )
     # A verifier of another kind has other keys, so the whole entry is replaced.
     put(

@@ -80,6 +80,8 @@ class Factory:
     tools: tuple[Any, ...] = ()
     instructions: str = ""
     stop: tuple[str, ...] = ()
+    forks: bool = True
+    roles: tuple[str, ...] = ()
 
     def make(self) -> Any:
         return self.world
@@ -98,11 +100,13 @@ class Asked:
     answer: Any = None
 
 
-def play(name: str, world: Any, *, prompt: Any = "What is 1 + 2?", budget: int = 200, **limits: Any) -> Any:
+def play(
+    name: str, world: Any, *, prompt: Any = "What is 1 + 2?", budget: int = 200, render: Any = "chat", **limits: Any
+) -> Any:
     tokenizer = tokenizer_of(name)
     policy = RandomPolicy(len(tokenizer), tokenizer.eos_token_id)
     limits = {"kind": "python", "factory": "a:B", **limits}
-    renderer = Renderer(DataSettings(train=DataSource(path="unused"), render="chat"), tokenizer)
+    renderer = Renderer(DataSettings(train=DataSource(path="unused"), render=render), tokenizer)
     player = Player(
         policy,  # type: ignore[arg-type]
         tokenizer,
@@ -244,6 +248,16 @@ def test_first_messages_that_leave_no_room_are_the_environments_fault() -> None:
     episode, policy = play("qwen2_5", Script([], opening=[{"role": "user", "content": "more " * CONTEXT}]))
     assert episode.status == "environment_error"
     assert "leave no room" in episode.detail
+    assert not policy.requests
+
+
+@pytest.mark.parametrize(
+    ("opening", "says"), [([{"role": "user", "content": ""}], "no tokens"), ([{"role": "user"}], "template refuses")]
+)
+def test_first_messages_that_cannot_be_read_are_the_environments_fault(opening: Any, says: str) -> None:
+    episode, policy = play("qwen2_5", Script([], opening=opening), render="text" if "tokens" in says else "chat")
+    assert episode.status == "environment_error"
+    assert says in episode.detail
     assert not policy.requests
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
-PER_SEQUENCE = ("rewards", "group_ids", "truncated", "greedy_rewards", "episode_ids", "draw_keys")
+PER_SEQUENCE = ("rewards", "group_ids", "truncated", "greedy_rewards", "episode_ids", "prompt_ids", "draw_keys")
 """Fields of a batch with one entry for each sequence instead of each token."""
 
 
@@ -22,11 +22,12 @@ class TokenBatch:
     returns, teacher_logprobs (the teacher of a distillation), turn_rewards (what moves rewards from the end of a
     sequence to the ends of its turns, None where nothing does), and whatever is in extra.
 
-    Per sequence, [N]: rewards float32; group_ids int64; truncated bool, True where sampling ended at the token limit;
-    greedy_rewards float32, of the most likely completion of the same prompt, for algorithms that ask for it;
-    episode_ids int64, the same for sequences that are branches of one episode, which count once in statistics of
-    rewards; None where each sequence is an episode of its own; draw_keys int64, what random draws that belong to a
-    sequence are keyed by, whatever batch it is in.
+    Per sequence, [N]: rewards float32; group_ids int64, the same for sequences whose rewards are compared; truncated
+    bool, True where sampling ended at the token limit; greedy_rewards float32, of the most likely completion of the
+    same prompt, for algorithms that ask for it; episode_ids int64, the same for sequences that are streams of one
+    completion, which count once in statistics of rewards; None where each sequence is a completion of its own;
+    prompt_ids int64, the same for sequences of one prompt, which stay in one mini-batch; None where these are the
+    groups; draw_keys int64, what random draws that belong to a sequence are keyed by, whatever batch it is in.
     """
 
     input_ids: Tensor
@@ -47,6 +48,7 @@ class TokenBatch:
     turn_rewards: Tensor | None = None
     greedy_rewards: Tensor | None = None
     episode_ids: Tensor | None = None
+    prompt_ids: Tensor | None = None
     draw_keys: Tensor | None = None
     extra: dict[str, Tensor] = field(default_factory=dict)
 

@@ -105,6 +105,22 @@ class Config(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _tree_fits(self) -> Self:
+        tree, environment = self.rollout.tree, self.environment
+        if tree is None:
+            return self
+        if environment is None:
+            raise ValueError("rollout.tree branches between turns, and without `environment` there is only one")
+        if environment.kind == "self_play":
+            raise ValueError("rollout.tree and a self_play environment exclude each other")
+        if tree.at[-1] >= environment.max_turns:
+            raise ValueError(
+                f"rollout.tree.at names turn {tree.at[-1]}, counted from 0, and environment.max_turns "
+                f"({environment.max_turns}) ends before it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batches_divide(self) -> Self:
         groups, parts = self.rollout.groups_per_step, self.training.mini_batches
         if groups % parts:

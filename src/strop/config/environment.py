@@ -144,4 +144,18 @@ class PythonEnvironment(AnyEnvironment):
     """Keyword arguments of each call."""
 
 
-EnvironmentSettings = Annotated[ToolEnvironment | PythonEnvironment, Field(discriminator="kind")]
+class SelfPlayEnvironment(AnyEnvironment):
+    """The policy plays all roles of a match. Each role has a conversation, an episode and rewards of its own, and is
+    compared with itself in the other matches of the prompt; `role` is a column of its rows. `max_turns` is of all roles
+    together. What the match says is rendered as the data's prompts are (`data.render`)."""
+
+    kind: Literal["self_play"]
+    """Let the policy play against itself, or with itself."""
+    factory: str
+    """`module:Class`, called once for each match: `roles`, and `async` methods `reset(row)`, `step(role, turn)`,
+    `rewards()` and `close()`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of each call."""
+
+
+EnvironmentSettings = Annotated[ToolEnvironment | PythonEnvironment | SelfPlayEnvironment, Field(discriminator="kind")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -23,6 +23,31 @@ class EngineSettings(StrictModel):
     when the model is large enough to gain from it."""
 
 
+class TreeSettings(StrictModel):
+    """Tree sampling: episodes branch between turns, and each turn is compared with the other branches of its place.
+
+    A completion becomes `branches` to the power of the number of branchings episodes, each with a reward of its own.
+    """
+
+    at: Annotated[list[PositiveInt], Field(min_length=1)]
+    """Before which turns of the policy an episode branches, counted from 0: `[1]` branches once, after the environment
+    has answered the first turn."""
+    branches: Annotated[int, Field(ge=2)] = 2
+    """Ways that go on from each branching."""
+
+    @property
+    def leaves(self) -> int:
+        """Most episodes that one completion becomes."""
+        return int(self.branches ** len(self.at))
+
+    @field_validator("at")
+    @classmethod
+    def _in_order(cls, value: list[int]) -> list[int]:
+        if sorted(set(value)) != value:
+            raise ValueError("the turns must be in order, and each named once")
+        return value
+
+
 class RolloutSettings(StrictModel):
     """`rollout:` how completions are sampled."""
 
@@ -38,6 +63,8 @@ class RolloutSettings(StrictModel):
     """Texts that end a completion, beside the end-of-text tokens of the model; the stop text is kept."""
     max_staleness: NonNegativeInt = 0
     """How many versions older than the trainer the weights that sampled a token may be; 0 is synchronous."""
+    tree: TreeSettings | None = None
+    """Let episodes of several turns branch; none when not set."""
     engine: EngineSettings = EngineSettings()
     """The sampler engine."""
 

@@ -15,6 +15,7 @@ from strop.config.environment import (
     PythonEnvironment,
     PythonTool,
     RetrievalTool,
+    SelfPlayEnvironment,
     ToolEnvironment,
 )
 from strop.environments.calculator import calculator
@@ -67,10 +68,19 @@ class ToolFactory:
                 mend="leave one of them out, or rename a function",
             )
         self._style = make_style(settings, found, template)
+        default = ToolEnvironment.model_fields["max_calls"].default
+        if self._style.stop and settings.max_calls != default:
+            raise UserError(
+                f"`{where}.max_calls` has no effect with calls in tags: a turn ends with its first call",
+                where=f"{where}.max_calls",
+                mend="remove it",
+            )
         told = self._style.template_tells and template is not None and "tools" in template
         self.tools: Sequence[Mapping[str, Any]] = [tool.schema for tool in found] if told else []
         self.instructions = "" if told else instructions(found, self._style)
         self.stop: Sequence[str] = self._style.stop
+        self.forks = True
+        self.roles: Sequence[str] = ()
 
     def make(self) -> Environment:
         return ToolUse(self._by_name, self._style, self._settings)
@@ -120,15 +130,18 @@ class ToolFactory:
 
 
 class PythonFactory:
-    """Makes objects of a class of the user's."""
+    """Makes objects of a class of the user's: environments, or matches of several roles."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     instructions = ""
     stop: Sequence[str] = ()
 
-    def __init__(self, settings: PythonEnvironment, *, where: str = "environment") -> None:
+    def __init__(self, settings: PythonEnvironment | SelfPlayEnvironment, *, where: str = "environment") -> None:
         self._class = load_function(settings.factory, where=f"{where}.factory")
         self._arguments = settings.arguments
+        self.forks = inspect.iscoroutinefunction(getattr(self._class, "fork", None))
+        match = isinstance(settings, SelfPlayEnvironment)
+        self.roles = _roles(self._class, settings.factory, f"{where}.factory") if match else ()
         try:
             inspect.signature(self._class).bind(**settings.arguments)
         except TypeError as error:
@@ -139,12 +152,15 @@ class PythonFactory:
             ) from error
         except ValueError:
             return  # a class without a signature: the call itself will tell
-        for method in ("reset", "step", "close"):
-            if inspect.isclass(self._class) and not inspect.iscoroutinefunction(getattr(self._class, method, None)):
+        methods = ["reset(row)", "step(role, turn)", "rewards()"] if match else ["reset(row)", "step(turn)"]
+        for method in [*methods, "close()"]:
+            name = method.partition("(")[0]
+            if inspect.isclass(self._class) and not inspect.iscoroutinefunction(getattr(self._class, name, None)):
+                listed = ", ".join(f"`async {one}`" for one in methods)
                 raise UserError(
-                    f"{settings.factory} has no `async def {method}`",
+                    f"{settings.factory} has no `async def {name}`",
                     where=f"{where}.factory",
-                    mend="an environment has `async reset(row)`, `async step(turn)` and `async close()`",
+                    mend=f"{'a match' if match else 'an environment'} has {listed} and `async close()`",
                 )
 
     def make(self) -> Environment:
@@ -157,8 +173,27 @@ class PythonFactory:
         await asyncio.sleep(0)
 
 
+def _roles(factory: Any, name: str, where: str) -> Sequence[str]:
+    """The roles of a class of matches.
+
+    Raises:
+        UserError: it does not name at least two.
+    """
+    found = getattr(factory, "roles", None)
+    fits = isinstance(found, (list, tuple)) and all(isinstance(role, str) for role in found)
+    if not fits or len(set(found)) < 2 or len(set(found)) < len(found):
+        raise UserError(
+            f"{name} has no `roles`, or not two different names at least",
+            where=where,
+            mend='name them in the class, as in `roles = ("buyer", "seller")`',
+        )
+    return tuple(found)
+
+
 def build_environments(
-    settings: ToolEnvironment | PythonEnvironment, template: str | None, sandbox: SharedSandbox | None = None
+    settings: ToolEnvironment | PythonEnvironment | SelfPlayEnvironment,
+    template: str | None,
+    sandbox: SharedSandbox | None = None,
 ) -> Any:
     """The factory of a recipe's environments.
 

@@ -10,6 +10,7 @@ in the branch in which it was sampled.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,12 @@ class Conversation:
         self._keep_history = keep_history
         self._where = where
         self._pieces: list[_Piece] = []
+
+    def fork(self) -> Conversation:
+        """Another conversation that begins with this one; what is added to one is not in the other."""
+        other = copy(self)
+        other._messages, other._pieces = list(self._messages), list(self._pieces)
+        return other
 
     @property
     def messages(self) -> list[Message]:

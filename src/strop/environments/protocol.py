@@ -72,6 +72,14 @@ class Environment(Protocol):
         ...
 
 
+class Forks(Protocol):
+    """An environment whose episodes can branch (`rollout.tree`)."""
+
+    async def fork(self) -> Environment:
+        """Another environment in the same state; what happens to one does not happen to the other."""
+        ...
+
+
 class EnvironmentFactory(Protocol):
     """Makes environments, one for each episode, and may hold what they share (tools, servers, an index)."""
 
@@ -81,6 +89,10 @@ class EnvironmentFactory(Protocol):
     """More words for the system message of a chat; empty for none."""
     stop: Sequence[str]
     """Texts that end a turn of the policy, beside those of the recipe."""
+    forks: bool
+    """Whether the environments have `fork`."""
+    roles: Sequence[str]
+    """The roles of a match of the policy against itself (`environments/self_play.py`); empty for one role only."""
 
     def make(self) -> Environment: ...
 

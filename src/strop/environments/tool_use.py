@@ -33,6 +33,10 @@ class ToolUse:
         penalty = -self._settings.malformed_penalty * malformed if self._settings.malformed_penalty else None
         return Observation(self._style.results(calls, list(answers)), penalty, self._style.message(turn.text, calls))
 
+    async def fork(self) -> ToolUse:
+        """The same: nothing is remembered between turns."""
+        return self
+
     async def close(self) -> None:
         """Nothing is held."""
 

@@ -160,6 +160,7 @@ def make_collector(
         worth=has_spread if demands.without_spread == "resample" else None,
         max_refills=demands.max_refills,
         greedy=demands.greedy,
+        tree=rollout.tree,
     )
 
 

@@ -68,18 +68,17 @@ async def evaluate(
     total, done = len(chosen) * samples, 0
 
     async def one(number: int, prompt: Prompt) -> list[Episode]:
-        nonlocal done
-        episodes = [Episode(number, sample, dict(prompt.row), prompt.prompt_id) for sample in range(samples)]
-
-        async def roll_out(episode: Episode) -> None:
+        async def roll_out(sample: int) -> list[Episode]:
             nonlocal done
-            stream = (STREAM, number, episode.sample)
-            await player.play(episode, prompt, settings, stream)
+            episode = Episode(number, sample * player.most(), dict(prompt.row), prompt.prompt_id)
+            played = await player.play(episode, prompt, settings, (STREAM, number, sample))
             done += 1
             if progress is not None:
                 progress(done, total)
+            return played
 
-        await asyncio.gather(*(roll_out(episode) for episode in episodes))
+        played = await asyncio.gather(*(roll_out(sample) for sample in range(samples)))
+        episodes = [episode for parts in played for episode in parts]
         await score_episodes(episodes, prompt, scorer)
         return episodes
 

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 from strop.config import Config
 from strop.config.rewards import RewardSettings
 from strop.errors import ConfigError, DataError, UserError
-from strop.loops.algorithm import demands_of, make_algorithm
+from strop.loops.algorithm import Demands, demands_of, make_algorithm
 from strop.loops.idle import check_idle, check_optimizers
 from strop.loops.offline import check_offline, described, open_rollouts
+
+ROLE = "role"
+"""The column of a row that says whose turns they are, where the policy plays several roles."""
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from strop.models.load import ModelFacts
     from strop.planning.hardware import Hardware
     from strop.rewards.protocol import Scorer
-    from strop.rollout.player import World
+    from strop.rollout.world import World
     from strop.sandbox.build import SharedSandbox
 
 
@@ -109,8 +112,7 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
         "data.eval": config.data.eval,
     }
     sources = {key: open_source(settings) for key, settings in given.items() if settings is not None}
-    if config.rewards is not None:
-        _check_columns(config.rewards, sources["data.train"], sources.get("data.eval"))
+    _check_columns(config, sources["data.train"], sources.get("data.eval"))
 
     from strop.models.load import inspect_model
 
@@ -133,6 +135,8 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
     from strop.planning.hardware import choose_hardware
 
     algorithm = make_algorithm(config)
+    if world is not None:
+        _check_world(config, world, demands_of(algorithm))
     if seen is not None:
         check_offline(config, algorithm, demands_of(algorithm), seen)
     hardware = choose_hardware(config)
@@ -211,12 +215,29 @@ def _world(config: Config, facts: ModelFacts, sandbox: SharedSandbox) -> World |
         return None
     from strop.data.rendering import Renderer
     from strop.environments.build import build_environments
-    from strop.rollout.player import World
+    from strop.rollout.world import World
 
     template = getattr(facts.tokenizer, "chat_template", None)
     factory = build_environments(config.environment, template, sandbox)
     renderer = Renderer(config.data, facts.tokenizer, tools=factory.tools, instructions=factory.instructions)
     return World(factory, config.environment, renderer, frozenset(facts.eos_ids), facts.context)
+
+
+def _check_world(config: Config, world: World, demands: Demands) -> None:
+    """Raise UserError unless the environment can do what the recipe asks of it."""
+    if config.rollout.tree is not None and not world.factory.forks:
+        raise UserError(
+            "the environment cannot branch: it has no `async def fork`",
+            where="rollout.tree",
+            mend="add one that returns another environment in the same state, or remove rollout.tree",
+        )
+    if world.factory.roles and demands.greedy:
+        raise UserError(
+            f"{config.algorithm.name} compares with the most likely completion, and a match has none: what one role "
+            "says depends on the other",
+            where="algorithm.name",
+            mend="take an algorithm that compares within groups, such as grpo",
+        )
 
 
 def _longest_sequence(config: Config, context: int, prompt: int) -> int:
@@ -227,12 +248,20 @@ def _longest_sequence(config: Config, context: int, prompt: int) -> int:
     return context if limit == "auto" else min(context, prompt + limit)
 
 
-def _check_columns(rewards: RewardSettings, train: Source, held_out: Source | None) -> None:
+def _check_columns(config: Config, train: Source, held_out: Source | None) -> None:
     """Raise DataError unless the columns that verifiers choose rows by, read or send along are in the data."""
     from strop.config.rewards import CodeVerifier
     from strop.data.columns import listed, nearest
 
-    for index, verifier in enumerate(rewards.verifiers):
+    added = [ROLE] if config.environment is not None and config.environment.kind == "self_play" else []
+    for name in added:
+        if name in train.columns:
+            raise DataError(
+                f"a match puts the role into the column {name!r}, and the data has one already",
+                where="data.train",
+                mend="rename the column",
+            )
+    for index, verifier in enumerate(config.rewards.verifiers if config.rewards is not None else []):
         named = {"when": list(verifier.when), "columns": getattr(verifier, "columns", [])}
         if isinstance(verifier, CodeVerifier):
             code = {key: getattr(verifier, key) for key in ("tests", "setup", "before")}
@@ -240,7 +269,7 @@ def _check_columns(rewards: RewardSettings, train: Source, held_out: Source | No
         for key, columns in named.items():
             for column in columns:
                 # Held-out prompts may be of one kind only, and the column then says so in none of them.
-                if column not in train.columns and (held_out is None or column not in held_out.columns):
+                if column not in [*added, *train.columns] and (held_out is None or column not in held_out.columns):
                     raise DataError(
                         f"there is no column {column!r} in the data; the columns are {listed(train.columns)}",
                         where=f"rewards.verifiers.{index}.{key}",

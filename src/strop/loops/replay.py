@@ -86,6 +86,12 @@ def replay(folder: str | Path, step: int) -> Replay:
             where=str(run),
             mend="steps of runs without a verifier of kind `environment` can be trained again",
         )
+    if config.rollout.tree is not None or (config.environment is not None and config.environment.kind == "self_play"):
+        raise UserError(
+            "the run's episodes have branches or roles, which its files do not keep",
+            where=str(run),
+            mend="steps of runs without `rollout.tree` and self-play can be trained again",
+        )
     before = _metrics_of(run, config, step)
     _check_files(run, config, step, before)
     return run_to_end(lambda: _replay(run, config, step, before))

@@ -18,6 +18,7 @@ from strop.errors import RunFailure
 from strop.loops.algorithm import Demands
 from strop.loops.teacher import Teachers
 from strop.rollout.episode import Episode, Group, TokenStream
+from strop.rollout.segments import numbered, segments
 from strop.training.batching import token_batch
 
 if TYPE_CHECKING:
@@ -35,9 +36,12 @@ class Chosen:
 
 
 def has_spread(group: Group) -> bool:
-    """Whether the rewards of a group differ (max > min, as float32), counting episodes that have one."""
-    rewards = torch.tensor([e.reward for e in group.episodes if _believable(e)], dtype=torch.float32)
-    return len(rewards) > 1 and not bool(no_spread(rewards, torch.zeros(len(rewards), dtype=torch.int64)).any())
+    """Whether the rewards of a group differ (max > min, as float32), of some role if there are several, counting
+    episodes that have one."""
+    found = [e for e in group.episodes if _believable(e)]
+    rewards = torch.tensor([e.reward for e in found], dtype=torch.float32)
+    roles = numbered(e.role for e in found)
+    return len(rewards) > 1 and not bool(no_spread(rewards, torch.tensor(roles, dtype=torch.int64)).all())
 
 
 def choose(groups: Sequence[Group], demands: Demands, baselines: Mapping[int, Episode]) -> Chosen:
@@ -69,20 +73,21 @@ def choose(groups: Sequence[Group], demands: Demands, baselines: Mapping[int, Ep
 def lay_out(
     chosen: Chosen, demands: Demands, baselines: Mapping[int, Episode], *, environment_weight: float = 0.0
 ) -> tuple[TokenBatch, list[tuple[Episode, TokenStream]]]:
-    """The flat batch of the chosen episodes, and the stream that each of its sequences is.
+    """The flat batch of the chosen episodes, and the episode and stream that each of its sequences is.
 
     Args:
         environment_weight: weight of the environment's rewards in the total.
     """
-    streams = [(episode, stream) for episode in chosen.trained for stream in episode.streams()]
-    numbers = {id(episode): number for number, episode in enumerate(chosen.trained)}
+    parts = segments(chosen.trained)
+    streams = [(part.episode, part.stream) for part in parts]
     batch = token_batch(
-        [stream for _, stream in streams],
-        rewards=[episode.reward for episode, _ in streams],
-        group_ids=[episode.group for episode, _ in streams],
-        truncated=[episode.status == "length" for episode, _ in streams],
+        [part.stream for part in parts],
+        rewards=[part.reward for part in parts],
+        group_ids=numbered(part.cohort for part in parts),
+        truncated=[part.ends and part.episode.status == "length" for part in parts],
     )
-    batch.episode_ids = torch.tensor([numbers[id(episode)] for episode, _ in streams], dtype=torch.int64)
+    batch.episode_ids = torch.tensor(numbered(part.unit for part in parts), dtype=torch.int64)
+    batch.prompt_ids = torch.tensor([part.episode.group for part in parts], dtype=torch.int64)
     if environment_weight and any(episode.turn_rewards for episode in chosen.trained):
         batch.turn_rewards = torch.cat([_of_turns(e, s, environment_weight) for e, s in streams])
     if demands.greedy:

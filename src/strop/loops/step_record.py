@@ -36,11 +36,13 @@ def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str
         "errors/verifier_error": float(statuses[Status.VERIFIER_ERROR]),
         "errors/timeout": float(statuses[Status.TIMEOUT]),
         "errors/environment_error": float(statuses[Status.ENVIRONMENT_ERROR]),
-        "tokens/sampled": float(lengths.sum()),
+        "tokens/sampled": float(_sampled(episodes)),
     }
     for name in sorted({name for e in scored for name in e.components}):
         metrics[f"reward/{name}"] = _mean([e.components[name] for e in scored if name in e.components])
-    flat = [g for g in groups if len({e.reward for e in g.episodes if not math.isnan(e.reward)}) <= 1]
+    for role in sorted({e.role for e in scored if e.role}):
+        metrics[f"reward/role/{role}"] = _mean([e.reward for e in scored if e.role == role])
+    flat = [g for g in groups if _is_flat(g)]
     metrics["advantage/zero_share"] = len(flat) / max(1, len(groups))
     return metrics
 
@@ -130,6 +132,18 @@ def _record(episode: Episode, stream: TokenStream, prompts: PromptTexts) -> Epis
         detail=episode.detail,
         row=episode.row,
     )
+
+
+def _is_flat(group: Group) -> bool:
+    """Whether all completions have the same reward, those of each role if there are several."""
+    scored = [e for e in group.episodes if not math.isnan(e.reward)]
+    return len({(e.role, e.reward) for e in scored}) <= len({e.role for e in scored})
+
+
+def _sampled(episodes: Sequence[Episode]) -> int:
+    """Tokens that were sampled for some episodes; turns that several of them share are counted once."""
+    shared = {id(turn): len(turn.tokens) for e in episodes if e.branch for turn in e.turns if turn.sampled}
+    return sum(e.sampled_tokens() for e in episodes if not e.branch) + sum(shared.values())
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:

@@ -20,7 +20,7 @@ class StoredEpisode(Episode):
 
     stored: list[TokenStream] = field(default_factory=list)
 
-    def streams(self) -> list[TokenStream]:
+    def streams(self, taken: set[int] | None = None) -> list[TokenStream]:
         return self.stored
 
     def sampled_tokens(self) -> int:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+from strop.config.rollout import TreeSettings
 from strop.rewards.protocol import Completed, Reward, Scorer
 from strop.rollout.admission import Admission
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Group, Status
-from strop.rollout.player import Player, PromptLike
+from strop.rollout.player import Player
 from strop.rollout.windows import Windows, all_or_none
+from strop.rollout.world import PromptLike
 
 GREEDY = -1
 """The sample index of a group's most likely completion."""
@@ -25,6 +28,7 @@ class Collector(Windows[PromptLike]):
         next_prompt: the next prompt in the data's order; called once for each group, in order of group numbers.
         settings, group_size: how completions are drawn, and how many of each prompt.
         greedy: also sample the most likely completion of each prompt, as a baseline.
+        tree: where episodes branch.
 
     The others are those of `Windows`.
     """
@@ -42,10 +46,12 @@ class Collector(Windows[PromptLike]):
         worth: Callable[[Group], bool] | None = None,
         max_refills: int = 0,
         greedy: bool = False,
+        tree: TreeSettings | None = None,
     ) -> None:
+        self._most = player.most(tree)
         super().__init__(
             next_prompt,
-            per_group=group_size + greedy,
+            per_group=group_size * self._most + greedy * player.most(),
             admission=admission,
             progress=progress,
             worth=worth,
@@ -56,23 +62,32 @@ class Collector(Windows[PromptLike]):
         self._settings = settings
         self._group_size = group_size
         self._greedy = greedy
+        self._tree = tree
 
     async def make_group(self, number: int, prompt: PromptLike, attempt: int = 0) -> Group:
-        episodes = [Episode(number, sample, dict(prompt.row), prompt.prompt_id) for sample in range(self._group_size)]
-        baseline = [Episode(number, GREEDY, dict(prompt.row), prompt.prompt_id)] if self._greedy else []
-        await all_or_none([self._roll_out(episode, prompt, attempt) for episode in [*episodes, *baseline]])
+        samples = [sample * self._most for sample in range(self._group_size)]
+        begun = [
+            Episode(number, sample, dict(prompt.row), prompt.prompt_id)
+            for sample in [*samples, *([GREEDY] if self._greedy else [])]
+        ]
+        played = await all_or_none([self._roll_out(episode, prompt, attempt) for episode in begun])
+        episodes = list(chain.from_iterable(played[: self._group_size]))
+        baseline = list(chain.from_iterable(played[self._group_size :]))
         if self._scorer is not None:
             await score_episodes([*episodes, *baseline], prompt, self._scorer)
         if baseline:
             self.baselines[number] = baseline[0]
         return Group(number, prompt.prompt_id, episodes)
 
-    async def _roll_out(self, episode: Episode, prompt: PromptLike, attempt: int) -> None:
+    async def _roll_out(self, episode: Episode, prompt: PromptLike, attempt: int) -> list[Episode]:
         # The draws of another attempt at the same place are others.
         stream = (episode.group, episode.sample, 0, *([attempt] if attempt else []))
-        settings = replace(self._settings, temperature=0.0) if episode.sample == GREEDY else self._settings
-        await self._player.play(episode, prompt, settings, stream)
-        self._completed()
+        greedy = episode.sample == GREEDY
+        settings = replace(self._settings, temperature=0.0) if greedy else self._settings
+        tree = None if greedy else self._tree
+        played = await self._player.play(episode, prompt, settings, stream, tree=tree)
+        self._completed(self._player.most(tree))
+        return played
 
 
 async def score_episodes(episodes: Sequence[Episode], prompt: PromptLike, scorer: Scorer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -81,6 +81,10 @@ class Episode:
         completion: text of the policy's last turn, without special tokens.
         messages: the whole conversation, where there was one of several turns.
         turn_rewards: what the environment gave for turns of the policy.
+        branch: in tree sampling, the completion that the episode began as and the branches that it took since; an
+            episode is then one path from the root to a leaf, and shares its first turns with others of its group.
+        branched: how many turns there were at each of these branchings.
+        role: whose turns these are, where the policy plays several roles.
     """
 
     group: int
@@ -97,6 +101,21 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     turn_rewards: dict[TurnId, float] = field(default_factory=dict)
+    branch: tuple[int, ...] = ()
+    branched: tuple[int, ...] = ()
+    role: str = ""
+
+    def fork(self, sample: int) -> Episode:
+        """Another episode that begins with the turns of this one, as they are; what is appended to one is not in the
+        other. The turns themselves are shared: whoever trains both trains them once (`streams`)."""
+        return replace(
+            self,
+            sample=sample,
+            components=dict(self.components),
+            turns=list(self.turns),
+            messages=list(self.messages),
+            turn_rewards=dict(self.turn_rewards),
+        )
 
     def append_prompt(self, tokens: Sequence[int], *, parent: TurnId | None = None) -> TurnId:
         """Append given tokens that no one sampled: the prompt, or the messages of a later turn.
@@ -159,16 +178,19 @@ class Episode:
             raise ValueError("an observation cannot have the role 'assistant': sampled tokens go to append_sampled")
         return self._append(role, tokens, (), (), parent, None)
 
-    def streams(self) -> list[TokenStream]:
+    def streams(self, taken: set[int] | None = None) -> list[TokenStream]:
         """Every path from the root to a leaf, in order of the leaves; each sampled token is trained in exactly one.
 
         A turn shared by several paths is trained in the first; in the others it is context.
+
+        Args:
+            taken: `id` of the turns that are trained elsewhere, to which those of this episode are added.
         """
-        taken: set[TurnId] = set()
+        taken = set() if taken is None else taken
         streams = []
         for path in self._paths():
             streams.append(self._stream(path, taken))
-            taken.update(path)
+            taken.update(id(self.turns[turn]) for turn in path)
         return streams
 
     def path_tokens(self, leaf: TurnId) -> list[int]:
@@ -226,11 +248,11 @@ class Episode:
                 continue
             yield self._path(leaf)
 
-    def _stream(self, path: tuple[TurnId, ...], taken: set[TurnId]) -> TokenStream:
+    def _stream(self, path: tuple[TurnId, ...], taken: set[int]) -> TokenStream:
         tokens, mask, logprobs, versions = [], [], [], []
         for turn_id in path:
             turn = self.turns[turn_id]
-            trained = turn.sampled and turn_id not in taken
+            trained = turn.sampled and id(turn) not in taken
             size = len(turn.tokens)
             tokens.append(turn.tokens)
             mask.append(np.full(size, trained))

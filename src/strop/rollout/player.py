@@ -3,54 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
 
-from strop.config.environment import AnyEnvironment
-from strop.environments.conversation import Conversation
-from strop.environments.protocol import Done, Environment, EnvironmentFactory, Observation, PolicyTurn
-from strop.errors import StropError
-from strop.rollout.engine import Engine, SampleRequest, SampleSettings
-from strop.rollout.episode import Episode, Status, TurnId
-
-T = TypeVar("T")
-ENVIRONMENT = "environment"
-"""What `Episode.failed` says when it was the environment that failed."""
-
-
-class PromptLike(Protocol):
-    """What a player needs of a prompt; `data.Prompt` is one."""
-
-    @property
-    def prompt_id(self) -> str: ...
-    @property
-    def prompt(self) -> Any: ...
-    @property
-    def answer(self) -> Any: ...
-    @property
-    def row(self) -> dict[str, Any]: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-
-class Detokenizer(Protocol):
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> str: ...
-
-
-@dataclass(frozen=True)
-class World:
-    """What episodes of several turns need.
-
-    factory: makes the environments. renderer: of the data, which also knows the tools. end_ids: tokens that end a turn
-    of the policy. context: longest sequence of the model.
-    """
-
-    factory: EnvironmentFactory
-    settings: AnyEnvironment
-    renderer: Any
-    end_ids: frozenset[int]
-    context: int
+from strop.config.rollout import TreeSettings
+from strop.rollout.engine import Engine, SampleSettings
+from strop.rollout.episode import Episode, Status
+from strop.rollout.game import Game
+from strop.rollout.match import SelfPlay
+from strop.rollout.world import Detokenizer, PromptLike, Speaker, World
 
 
 class Player:
@@ -61,170 +21,50 @@ class Player:
     """
 
     def __init__(self, engine: Engine, tokenizer: Detokenizer, world: World | None = None) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
+        self._speaker = Speaker(engine, tokenizer)
         self._world = world
 
+    def most(self, tree: TreeSettings | None = None) -> int:
+        """Most episodes that one completion becomes: the leaves of a tree, or the roles of a match."""
+        if tree is not None:
+            return tree.leaves
+        return 1 if self._world is None else max(1, len(self._world.factory.roles))
+
     async def play(
-        self, episode: Episode, prompt: PromptLike, settings: SampleSettings, stream: tuple[int, ...]
-    ) -> None:
+        self,
+        episode: Episode,
+        prompt: PromptLike,
+        settings: SampleSettings,
+        stream: tuple[int, ...],
+        *,
+        tree: TreeSettings | None = None,
+    ) -> list[Episode]:
         """Fill an episode, up to its status.
 
         Args:
             settings: how tokens are drawn; `max_new_tokens` bounds all turns together. stream: keys the draws of the
-                first turn; turn t is keyed by `(*stream, -t)`.
+                first turn; those of later turns begin with it and go on with a negative number.
+            tree: where the episode branches.
+
+        Returns:
+            The episode, or all that it became: the leaves of its tree, or the roles of its match. Their sample numbers
+            are those of the episode and up to `most()` after it.
         """
-        if self._world is None:
+        world = self._world
+        if world is None:
             turn = episode.append_prompt(prompt.tokens)
-            _, finish = await self._sample(episode, turn, prompt.tokens, settings, stream)
+            _, finish = await self._speaker.speak(episode, turn, prompt.tokens, settings, stream)
             episode.status = Status(finish)
-            return
-        settings = replace(settings, stop=(*settings.stop, *self._world.factory.stop))
-        environment = self._world.factory.make()
-        try:
-            async with asyncio.timeout(self._world.settings.episode_timeout):
-                await _Game(self, self._world, environment, episode, prompt, settings, stream).play()
-        except TimeoutError:
-            _fail(episode, Status.TIMEOUT, f"the episode took longer than {self._world.settings.episode_timeout:g} s")
-        finally:
-            await _closed(environment, self._world.settings.step_timeout)
-
-    async def _sample(
-        self, episode: Episode, parent: TurnId, tokens: Sequence[int], settings: SampleSettings, stream: tuple[int, ...]
-    ) -> tuple[TurnId, str]:
-        """(turn, how it ended) of one sampled turn; its text becomes the episode's completion."""
-        result = await self._engine.generate(SampleRequest(tuple(tokens), settings, stream))
-        turn = episode.append_sampled(
-            result.tokens, result.logprobs, result.versions, parent=parent, finish=result.finish
-        )
-        episode.completion = self._tokenizer.decode(result.tokens, skip_special_tokens=True)
-        return turn, result.finish
+            return [episode]
+        settings = replace(settings, stop=(*settings.stop, *world.factory.stop))
+        environment = world.factory.make()
+        if world.factory.roles:
+            return await SelfPlay(self._speaker, world, environment, episode, prompt, settings, stream).play()
+        if tree is not None:
+            episode.branch = (episode.sample,)
+        deadline = asyncio.get_running_loop().time() + world.settings.episode_timeout
+        game = Game(self._speaker, world, environment, episode, prompt, settings, stream, deadline, tree)
+        return sorted(await game.play(), key=lambda played: played.sample)
 
 
-@dataclass
-class _Game:
-    """One episode of several turns."""
-
-    player: Player
-    world: World
-    environment: Environment
-    episode: Episode
-    prompt: PromptLike
-    settings: SampleSettings
-    stream: tuple[int, ...]
-
-    async def play(self) -> None:
-        try:
-            opening = await self._answer(self.environment.reset(self.prompt.row))
-            conversation = self._conversation(opening)
-            place = self.episode.append_prompt(conversation.begin())
-            conversation.place(place)
-            await self._turns(conversation, place)
-        except _Failed as failure:
-            _fail(self.episode, failure.status, failure.detail)
-
-    async def _turns(self, conversation: Conversation, place: TurnId) -> None:
-        first = len(self.episode.turns[place].tokens)
-        finish = "length"
-        for number in range(self.world.settings.max_turns):
-            path = self.episode.path_tokens(place)
-            room = self._room(len(path), first)
-            if room < 1:
-                # Only the first: an observation that leaves no room is not appended.
-                raise _Failed(Status.ENVIRONMENT_ERROR, f"its first messages, of {len(path)} tokens, leave no room")
-            stream = (*self.stream, -number) if number else self.stream
-            settings = replace(self.settings, max_new_tokens=room)
-            turn, finish = await self.player._sample(self.episode, place, path, settings, stream)
-            if finish == "aborted":
-                break
-            said = PolicyTurn(self.episode.completion, finish, number)  # type: ignore[arg-type]
-            answer = await self._answer(self.environment.step(said))
-            if answer.reward is not None:
-                self.episode.turn_rewards[turn] = float(answer.reward)
-            if isinstance(answer, Done):
-                conversation.said(said.text, self.episode.turns[turn].tokens.tolist(), turn)
-                if answer.error is not None:
-                    raise _Failed(Status.ENVIRONMENT_ERROR, answer.error)
-                break
-            conversation.said(said.text, self.episode.turns[turn].tokens.tolist(), turn, answer.turn)
-            next_place = self._observe(conversation, answer, first, more=number + 1 < self.world.settings.max_turns)
-            # The policy has not had the last word: were there no turn left, the episode is cut short.
-            finish = "length"
-            if next_place is None:
-                break
-            place = next_place
-        self.episode.messages = conversation.messages
-        self.episode.status = Status(finish)
-
-    def _observe(self, conversation: Conversation, answer: Observation, first: int, *, more: bool) -> TurnId | None:
-        """Append what the policy reads next; nothing, and None, where no turn can follow: it would be read by no one,
-        and may be longer than the model's context."""
-        try:
-            found = conversation.extend(answer.messages)
-        except StropError as error:
-            raise _Failed(Status.ENVIRONMENT_ERROR, str(error)) from error
-        before = 0 if found.parent is None else len(self.episode.path_tokens(found.parent))
-        if not more or self._room(before + len(found.tokens), first) < 1:
-            return None
-        if found.parent is None:
-            place = self.episode.append_prompt(found.tokens)
-        else:
-            role = str(answer.messages[0]["role"]) if answer.messages else "user"
-            place = self.episode.append_observation(found.tokens, parent=found.parent, role=role)
-        conversation.place(place)
-        return place
-
-    def _conversation(self, opening: Sequence[Mapping[str, Any]] | None) -> Conversation:
-        given = self.prompt.prompt if opening is None else list(opening)
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
-        chat = self.world.renderer.renders_chat(given)
-        return Conversation(
-            self.world.renderer,
-            messages,
-            chat=chat,
-            end_ids=self.world.end_ids,
-            keep_history=self.world.settings.keep_history,
-            where=self.prompt.prompt_id,
-        )
-
-    def _room(self, path: int, first: int) -> int:
-        """Tokens that the next turn may have."""
-        limits = self.world.settings
-        room = min(self.settings.max_new_tokens - self.episode.sampled_tokens(), self.world.context - path)
-        if limits.max_turn_tokens != "auto":
-            room = min(room, limits.max_turn_tokens)
-        if limits.max_tokens != "auto":
-            room = min(room, limits.max_tokens - (path - first))
-        return room
-
-    async def _answer(self, work: Awaitable[T]) -> T:
-        """What the environment says, within its time; its failures are the episode's."""
-        limit = self.world.settings.step_timeout
-        try:
-            return await asyncio.wait_for(work, limit)
-        except TimeoutError:
-            raise _Failed(Status.TIMEOUT, f"the environment took longer than {limit:g} s for one answer") from None
-        except StropError:
-            raise
-        except Exception as error:
-            raise _Failed(Status.ENVIRONMENT_ERROR, f"{type(error).__name__}: {error}") from error
-
-
-class _Failed(Exception):
-    """The environment failed."""
-
-    def __init__(self, status: Status, detail: str) -> None:
-        super().__init__(detail)
-        self.status, self.detail = status, detail
-
-
-def _fail(episode: Episode, status: Status, detail: str) -> None:
-    episode.status, episode.detail, episode.failed = status, detail, ENVIRONMENT
-
-
-async def _closed(environment: Environment, limit: float) -> None:
-    """Close an environment; one that fails at that does not undo an episode that is played."""
-    try:
-        await asyncio.wait_for(environment.close(), limit)
-    except Exception:
-        return
+__all__ = ["Player", "PromptLike", "World"]

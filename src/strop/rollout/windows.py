@@ -97,11 +97,11 @@ class Windows(ABC, Generic[Prompt]):
         """Cancel what is running."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
-        await _cancel(tasks)
+        await cancel(tasks)
 
-    def _completed(self) -> None:
-        """One more completion is there."""
-        self._completions += 1
+    def _completed(self, count: int = 1) -> None:
+        """So many more completions are there, or will never be."""
+        self._completions += count
         self._last_completion = time.perf_counter()
         if self._progress is not None:
             self._progress(self._completions, self._expected)
@@ -131,11 +131,11 @@ async def all_or_none(work: Sequence[Awaitable[T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*running))
     except BaseException:
-        await _cancel(running)
+        await cancel(running)
         raise
 
 
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -77,8 +77,8 @@ class MicroBatch:
 
 
 def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
-    """Divide sequences into `parts` by whole groups, in order; [n] indices each. Fewer parts if groups are fewer."""
-    _, order = torch.unique(batch.group_ids, return_inverse=True)
+    """Divide sequences into `parts` by whole prompts, in order; [n] indices each. Fewer parts if prompts are fewer."""
+    _, order = torch.unique(batch.group_ids if batch.prompt_ids is None else batch.prompt_ids, return_inverse=True)
     groups = int(order.max()) + 1 if len(order) else 0
     found = []
     for chosen in torch.arange(groups).tensor_split(min(parts, max(groups, 1))):

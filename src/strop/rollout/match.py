@@ -1,0 +1,155 @@
+"""A match of the policy against itself: an episode for each role, played in turns."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from strop.environments.conversation import Conversation
+from strop.environments.protocol import Done, PolicyTurn
+from strop.environments.self_play import Match, Move
+from strop.rollout.engine import SampleSettings
+from strop.rollout.episode import Episode, Status, TurnId
+from strop.rollout.game import begin_conversation, begin_reading, observe
+from strop.rollout.world import Failed, PromptLike, Speaker, World, too_long
+
+
+@dataclass
+class _Side:
+    """One role: its episode, what it has read and written, and where its next turn goes."""
+
+    episode: Episode
+    conversation: Conversation
+    place: TurnId
+    first: int
+    spoken: int = 0
+    finish: str = "length"
+    last: TurnId | None = None
+
+
+@dataclass
+class SelfPlay:
+    """One match.
+
+    settings: how turns are drawn; `max_new_tokens` bounds all turns of a role together. stream: keys the draws; those
+    of turn t of role r by `(*stream, -1, r, t)`.
+    """
+
+    speaker: Speaker
+    world: World
+    match: Match
+    episode: Episode
+    prompt: PromptLike
+    settings: SampleSettings
+    stream: tuple[int, ...]
+    sides: dict[str, _Side] = field(default_factory=dict)
+
+    async def play(self) -> list[Episode]:
+        """An episode for each role that had a turn, in order of the roles; their rows have the column `role`.
+
+        Raises:
+            Whatever the engine raised.
+        """
+        failure: Failed | None = None
+        try:
+            async with asyncio.timeout(self.world.settings.episode_timeout):
+                await self._turns(await self.world.answer(self.match.reset(self.prompt.row)))
+        except Failed as found:
+            failure = found
+        except TimeoutError:
+            failure = too_long(self.world.settings.episode_timeout)
+        finally:
+            await self.world.close(self.match)
+        if failure is not None and not self.sides:
+            failure.mark(self.episode)
+            return [self.episode]
+        played = [self.sides[role] for role in self.match.roles if role in self.sides]
+        for side in played:
+            side.episode.messages = side.conversation.messages
+            if failure is not None:
+                failure.mark(side.episode)
+            else:
+                side.episode.status = Status(side.finish)
+        return [side.episode for side in played]
+
+    async def _turns(self, move: Move) -> None:
+        for _ in range(self.world.settings.max_turns):
+            side = self._side(move)
+            if side is None:
+                break
+            turn = await self._speak(side, move.role)
+            if side.finish == "aborted":
+                for other in self.sides.values():
+                    other.finish = "aborted"
+                return
+            said = PolicyTurn(side.episode.completion, side.finish, side.spoken - 1)  # type: ignore[arg-type]
+            answer = await self.world.answer(self.match.step(move.role, said))
+            side.conversation.said(said.text, side.episode.turns[turn].tokens.tolist(), turn)
+            if answer.reward is not None:
+                side.episode.turn_rewards[turn] = float(answer.reward)
+            if isinstance(answer, Done):
+                if answer.error is not None:
+                    raise Failed(Status.ENVIRONMENT_ERROR, answer.error)
+                break
+            move = answer
+        else:
+            for side in self.sides.values():
+                side.finish = "length"
+        await self._reward()
+
+    def _side(self, move: Move) -> _Side | None:
+        """The role whose turn it is, having read what is new to it; None where no turn of it fits."""
+        if move.role not in self.match.roles:
+            raise Failed(
+                Status.ENVIRONMENT_ERROR, f"there is no role {move.role!r} among {', '.join(self.match.roles)}"
+            )
+        side = self.sides.get(move.role)
+        if side is None:
+            return self._enter(move)
+        place = observe(
+            side.episode, side.conversation, move.messages, "user", lambda path: self._room(side, path) >= 1
+        )
+        if place is None:
+            side.finish = "length"
+            return None
+        side.place = place
+        return side
+
+    def _enter(self, move: Move) -> _Side:
+        number = list(self.match.roles).index(move.role)
+        row = {**self.prompt.row, "role": move.role}
+        episode = replace(self.episode.fork(self.episode.sample + number), row=row, role=move.role)
+        # What a match says is rendered as the data's prompts are: texts alone need no chat template.
+        chat = self.world.renderer.renders_chat(self.prompt.prompt)
+        conversation = begin_conversation(self.world, move.messages, self.prompt, chat=chat)
+        place = begin_reading(episode, conversation)
+        side = _Side(episode, conversation, place, len(episode.turns[place].tokens))
+        if self._room(side, side.first) < 1:
+            raise Failed(
+                Status.ENVIRONMENT_ERROR, f"the first messages of {move.role!r}, {side.first} tokens, leave no room"
+            )
+        self.sides[move.role] = side
+        return side
+
+    async def _speak(self, side: _Side, role: str) -> TurnId:
+        path = side.episode.path_tokens(side.place)
+        settings = replace(self.settings, max_new_tokens=self._room(side, len(path)))
+        stream = (*self.stream, -1, list(self.match.roles).index(role), side.spoken)
+        turn, side.finish = await self.speaker.speak(side.episode, side.place, path, settings, stream)
+        side.spoken += 1
+        side.last = turn
+        return turn
+
+    async def _reward(self) -> None:
+        rewards: Any = await self.world.answer(self.match.rewards())
+        unknown = [role for role in rewards if role not in self.match.roles]
+        if unknown:
+            raise Failed(Status.ENVIRONMENT_ERROR, f"there is a reward for {unknown[0]!r}, which is no role")
+        for role, side in self.sides.items():
+            if role in rewards and side.last is not None:
+                given = side.episode.turn_rewards.get(side.last, 0.0)
+                side.episode.turn_rewards[side.last] = given + float(rewards[role])
+
+    def _room(self, side: _Side, path: int) -> int:
+        return self.world.room(side.episode, path, side.first, self.settings.max_new_tokens)

@@ -1,0 +1,93 @@
+"""What is trained of the episodes of a window, and what each part is compared with.
+
+Without branches that is simple: the streams of an episode, compared with the other completions of the prompt. In tree
+sampling the turns between two branchings are a part of their own. It is worth the mean of the rewards of all leaves
+behind it, and is compared with the other branches of the place where it began: so the advantage of a turn says what
+that turn was worth, and not what came before it. Where the policy plays several roles, each is compared with itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from strop.rollout.episode import Episode, TokenStream
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stream of which one part is trained.
+
+    reward: of the episode, or in a tree the mean over the leaves behind the part. cohort: the same for parts that are
+    compared with each other. unit: the same for streams that are one completion, which counts once in comparisons.
+    ends: whether the part is the last of its episode.
+    """
+
+    episode: Episode
+    stream: TokenStream
+    reward: float
+    cohort: Hashable
+    unit: Hashable
+    ends: bool = True
+
+
+def segments(episodes: Sequence[Episode]) -> list[Segment]:
+    """The parts of some episodes, in their order; each sampled turn is trained in exactly one of them."""
+    behind: dict[Hashable, list[float]] = {}
+    for episode in episodes:
+        for depth in range(len(episode.branch)):
+            behind.setdefault(_unit(episode, depth), []).append(episode.reward)
+    taken: set[int] = set()
+    return [part for episode in episodes for part in _parts(episode, behind, taken)]
+
+
+def numbered(keys: Iterable[Hashable]) -> list[int]:
+    """0 for the first key and all that equal it, 1 for the next one, and so on."""
+    known: dict[Hashable, int] = {}
+    return [known.setdefault(key, len(known)) for key in keys]
+
+
+def _parts(episode: Episode, behind: dict[Hashable, list[float]], taken: set[int]) -> Iterator[Segment]:
+    for stream in episode.streams(taken):
+        if not episode.branch:
+            cohort = (episode.group, episode.role)
+            yield Segment(episode, stream, episode.reward, cohort, (episode.group, episode.sample))
+            continue
+        for depth in range(len(episode.branch)):
+            part = _between(stream, episode, depth)
+            if part.loss_mask.any():
+                unit = _unit(episode, depth)
+                rewards = behind[unit]
+                yield Segment(
+                    episode,
+                    part,
+                    math.fsum(rewards) / len(rewards),
+                    (episode.group, episode.branch[:depth]),
+                    unit,
+                    ends=depth == len(episode.branch) - 1,
+                )
+
+
+def _unit(episode: Episode, depth: int) -> Hashable:
+    return (episode.group, episode.branch[: depth + 1])
+
+
+def _between(stream: TokenStream, episode: Episode, depth: int) -> TokenStream:
+    """The stream up to the last sampled turn of a part, with no other part trained."""
+    edges = (0, *episode.branched, len(episode.turns))
+    inside = [edges[depth] <= turn < edges[depth + 1] and episode.turns[turn].sampled for turn in stream.turns]
+    sizes = [len(episode.turns[turn].tokens) for turn in stream.turns]
+    mask = stream.loss_mask & np.repeat(inside, sizes)
+    turns = max((at + 1 for at, found in enumerate(inside) if found), default=0)
+    end = sum(sizes[:turns])
+    return replace(
+        stream,
+        tokens=stream.tokens[:end],
+        loss_mask=mask[:end],
+        logprobs=np.where(mask, stream.logprobs, np.float32("nan"))[:end],
+        versions=np.where(mask, stream.versions, np.int32(-1))[:end],
+        turns=stream.turns[:turns],
+    )
