@@ -191,7 +191,12 @@ def played(**changes: Any) -> dict[str, Any]:
     """A recipe whose policy plays two roles."""
     return recipe(
         **{
-            "environment": {"kind": "self_play", "factory": "tiny_worlds:Echoes", "arguments": {"turns": 4}},
+            "environment": {
+                "kind": "self_play",
+                "factory": "tiny_worlds:Echoes",
+                "arguments": {"turns": 4},
+                "max_turn_tokens": 3,
+            },
             "rollout.max_new_tokens": 8,
             "rewards.verifiers": [{"kind": "environment"}],
             **changes,
@@ -360,8 +365,14 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
             "model": {"path": "caller"},
             "data.train": {"path": "ones.jsonl"},
             "rollout.group_size": 16,
-            "rollout.max_new_tokens": 12,
-            "environment": {"kind": "tools", "tools": [{"kind": "calculator"}], "style": "hermes"},
+            "rollout.max_new_tokens": 24,
+            "environment": {
+                "kind": "tools",
+                "tools": [{"kind": "calculator"}],
+                "style": "hermes",
+                "max_turn_tokens": 12,
+                "max_turns": 2,
+            },
         }
     ),
     "asked": asked,
@@ -961,7 +972,8 @@ def _models(folder: Path) -> None:
 
     settings = NewModel(characters="0123456789+=u:", hidden_size=32, layers=1, heads=2, context=48)
     for seed, name in enumerate(("first", "second", "chat", "code", "forgetful", "caller")):
-        model, tokenizer = create_model(settings, seed=seed)
+        long = settings.model_copy(update={"context": 512 if name == "caller" else settings.context})
+        model, tokenizer = create_model(long, seed=seed)
         if name == "caller":
             tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
             model.resize_token_embeddings(len(tokenizer))
