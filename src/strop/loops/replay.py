@@ -208,7 +208,8 @@ def _check_files(run: Path, config: Config, step: int, before: Mapping[str, floa
 
 
 def _comparable(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if not name.startswith(OF_THE_MACHINE + OF_THE_PROMPTS)}
+    left_out = OF_THE_MACHINE + OF_THE_PROMPTS
+    return {name: float(value) for name, value in metrics.items() if not name.startswith(left_out)}
 
 
 def _differing_tokens(then: Sequence[EpisodeRecord], now: Sequence[EpisodeRecord]) -> Iterator[str]:
