@@ -2,10 +2,10 @@
 
 A tiny model is shown sums of two numbers: right ones where the first is below 50, and else with a slip in six of ten.
 Then it is trained on a mix in which half of the prompts are solved from the start (first number below 50), a quarter
-has an answer that no completion can be, and a quarter can be learned. Four ways, all from the same weights: as it is, with `data.curriculum`, with dynamic sampling (`algorithm.without_spread: resample`), and with both.
-Measured: the share of sampled groups with spread, the tokens that were sampled, and greedy accuracy on held-out sums
-of the kind that can be learned, every ten steps. Each of `--repeats` is another seed of the run: another order of the
-prompts, and other draws.
+has an answer that no completion can be, and a quarter can be learned. Four ways, all from the same weights: as it is,
+with `data.curriculum`, with dynamic sampling (`algorithm.without_spread: resample`), and with both. Measured: the share
+of sampled groups with spread, the tokens that were sampled, and greedy accuracy on held-out sums of the kind that can
+be learned, every ten steps. Each of `--repeats` is another seed of the run: another order of the prompts, other draws.
 """
 
 from __future__ import annotations
