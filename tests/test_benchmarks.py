@@ -64,6 +64,34 @@ def test_sandboxes_are_timed(tmp_path: Path) -> None:
     assert numbers["throughput"]["jobs_per_second"] > 0
 
 
+def test_a_curriculum_is_compared_with_dynamic_sampling(tmp_path: Path) -> None:
+    numbers = smoke("curriculum", tmp_path / "r.json")
+    ways = numbers["ways"]
+    assert set(ways) == {"as it is", "curriculum", "dynamic sampling", "both"}
+    for name, way in ways.items():
+        [run] = way["runs"]
+        assert run["step"] == [0, 2, 4]
+        assert way["accuracy_after"] == round(run["accuracy"][-1], 4)
+        assert way["tokens_sampled"] == run["tokens"][-1] > 0
+        assert bool(run["solved"]) == (name in ("curriculum", "both"))
+    # All begin with the same weights, and dynamic sampling samples more for a step.
+    assert len({way["accuracy_before"] for way in ways.values()}) == 1
+    assert ways["dynamic sampling"]["tokens_sampled"] > ways["as it is"]["tokens_sampled"]
+
+
+def test_the_mix_is_half_solved_a_quarter_impossible_and_held_out_sums_are_others() -> None:
+    benchmark = module("curriculum")
+    rows, kept = benchmark.mixed(400, seed=1), benchmark.held_out(50, seed=1)
+    firsts = [int(row["prompt"].partition("+")[0]) for row in rows]
+    assert sum(first < 50 for first in firsts) == 200
+    assert sum(row["answer"] == benchmark.IMPOSSIBLE for row in rows) == 100
+    assert not {row["prompt"] for row in rows} & {row["prompt"] for row in kept}
+    shown = benchmark.shown(2000, seed=1)
+    wrong = [row for row in shown if eval(row["prompt"][:-1]) != int(row["answer"])]
+    assert 0.2 < len(wrong) / len(shown) < 0.4
+    assert all(int(row["prompt"].partition("+")[0]) >= 50 for row in wrong)
+
+
 def test_packing_computes_what_padding_does(tmp_path: Path) -> None:
     numbers = smoke("packing", tmp_path / "r.json")
     assert set(numbers["ragged"]["seconds"]) == {"padded", "block_mask", "packed"}

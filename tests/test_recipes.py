@@ -47,6 +47,7 @@ class Case:
 CASES: dict[str, Case] = {
     "quickstart": Case((*CREATED, *SAMPLED, "rollout.group_size=4")),
     "calculator-tool": Case((*CREATED, *SAMPLED, "rollout.group_size=4")),
+    "code": Case((*CREATED, *SAMPLED, "rollout.group_size=4")),
     "ppo-tiny": Case((*CREATED, *SAMPLED, "critic.warmup_steps=1")),
     "sft-tiny": Case((*CREATED, *EXAMPLES)),
     "dpo-tiny": Case(tuple(EXAMPLES), ("sft-tiny",)),

@@ -209,6 +209,17 @@ WARMUP = {"steps": 20, "batch_size": 4}
             id="with a reference that a warm-up made",
         ),
         pytest.param({"model.dtype": "bfloat16"}, [("train", 4)], id="with float32 masters"),
+        pytest.param(
+            {
+                "data.train.arguments.count": 8,
+                "data.curriculum": {},
+                "rewards.verifiers": [{"kind": "regex", "pattern": "[0-4]$"}],
+                "rollout.group_size": 2,
+                "algorithm.without_spread": "resample",
+            },
+            [("train", 4), ("train", 7)],
+            id="with a curriculum",
+        ),
     ],
 )
 def test_killed_with(

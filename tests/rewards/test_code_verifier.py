@@ -304,6 +304,18 @@ def test_a_sandbox_that_fails_is_no_wrong_answer(pool: Pool) -> None:
     assert verdicts[1].detail == "the sandbox failed: no memory left on this machine"
 
 
+def test_equal_completions_of_a_prompt_are_run_once(pool: Pool) -> None:
+    counting = Failing(pool)
+    code = Code(CodeVerifier(kind="code", take="whole"), counting, TIGHT)
+    rows = [{"tests": DOUBLES}, {"tests": [{"input": "2", "output": "2"}]}]
+    programs = (DOUBLE, "print(0)", DOUBLE, f"{DOUBLE}  # unlucky", DOUBLE, f"{DOUBLE}  # unlucky")
+    # Each episode has a row of its own, with the same values.
+    items = [Completed("", program, row=dict(row)) for row in rows for program in programs]
+    verdicts = asyncio.run(code.ask(items))
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 1.0, None, 1.0, None, 0.0, 0.0, 0.0, None, 0.0, None]
+    assert counting.asked == 6
+
+
 async def test_a_scorer_runs_programs_and_leaves_the_sandbox_to_its_maker() -> None:
     settings = RewardSettings.model_validate({"verifiers": [{"kind": "code", "weight": 2.0}], "timeout": 0.5})
     limits = {"cpu_seconds": 2, "wall_seconds": 1.5, "memory_mib": 256}
@@ -314,8 +326,8 @@ async def test_a_scorer_runs_programs_and_leaves_the_sandbox_to_its_maker() -> N
 
 
 async def _check_scorer(scorer: CompositeScorer) -> None:
-    sleepy = "import time; time.sleep(60)"
-    items = [Completed("", program, row={"tests": DOUBLES}) for program in (DOUBLE, "print(1)", sleepy, sleepy, sleepy)]
+    sleepy = [f"import time; time.sleep({seconds})" for seconds in (60, 61, 62)]
+    items = [Completed("", program, row={"tests": DOUBLES}) for program in (DOUBLE, "print(1)", *sleepy)]
     rewards = await scorer.score(items)
     # The time-out of verifiers does not end a program, and programs that wait for a place are not late.
     assert [(reward.total, reward.status, reward.correct) for reward in rewards] == [

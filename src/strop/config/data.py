@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from strop.config.base import Auto, PositiveInt, StrictModel
+from strop.config.curriculum import CurriculumSettings
 
 
 class Columns(StrictModel):
@@ -47,6 +48,8 @@ class DataSettings(StrictModel):
     """Held-out prompts; without them no evaluation is run."""
     shuffle: bool = True
     """Shuffle the training prompts anew in each epoch, by `run.seed`."""
+    curriculum: CurriculumSettings | None = None
+    """Leave out training prompts that the policy always or never passes; every prompt is tried when not set."""
     render: Literal["auto", "chat", "text"] = "auto"
     """`chat` renders prompts through the tokenizer's chat template (a text becomes one user message), `text` takes
     texts as they are; `auto` is `chat` for rows with messages and `text` for rows with a text."""

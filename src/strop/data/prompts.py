@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.config.data import DataSettings
+from strop.data.curriculum import Curriculum
 from strop.data.order import Cursor
 from strop.data.rendering import Message, Renderer, check_messages, fill_template, template_columns
 from strop.data.sources import Source, require_column
@@ -253,12 +254,14 @@ class PromptDataset:
 class PromptStream:
     """Prompts in the cursor's order, for ever; overlong ones are skipped and counted where the settings say so.
 
-    Which rows are skipped depends on the rows alone, so a stream that resumes gives the prompts that would have come.
+    Which rows are skipped for their length depends on the rows alone, and which the curriculum passes by on what it has
+    recorded, so a stream that resumes with the same curriculum gives the prompts that would have come.
     """
 
-    def __init__(self, dataset: PromptDataset, cursor: Cursor) -> None:
+    def __init__(self, dataset: PromptDataset, cursor: Cursor, curriculum: Curriculum | None = None) -> None:
         self._dataset = dataset
         self._cursor = cursor
+        self.curriculum = curriculum
         self.skipped = 0
 
     def next(self) -> tuple[Prompt, int]:
@@ -267,18 +270,22 @@ class PromptStream:
         Raises:
             DataError: a row cannot be used, or every prompt is overlong.
         """
-        passed = 0
+        overlong = waited = 0
         while True:
             epoch, index = self._cursor.next()
+            if self.curriculum is not None and self.curriculum.skips(epoch, index, waited=waited):
+                # It was tried once, so not every prompt is overlong.
+                overlong, waited = 0, waited + 1
+                continue
             try:
                 return self._dataset[index], epoch
             except OverlongPrompt as error:
                 if not self._dataset.skips_overlong:
                     raise
                 self.skipped += 1
-                passed += 1
+                overlong, waited = overlong + 1, waited + 1
                 # Two usable prompts may lie almost two epochs apart: first in one order, last in the next.
-                if passed >= 2 * len(self._cursor):
+                if overlong >= 2 * len(self._cursor):
                     raise _all_overlong("every prompt is", error) from error
 
     @property

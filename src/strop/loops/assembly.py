@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strop.config.training import OptimizerSettings
+from strop.data.curriculum import Curriculum
 from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
@@ -124,7 +125,12 @@ def make_stream(prepared: Prepared) -> PromptStream:
     """Training prompts, or groups of completions, in the order of the run's seed."""
     config, train = prepared.config, prepared.train
     source: Any = train.groups if isinstance(train, RolloutDataset) else train.source
-    return PromptStream(train, Cursor(source, seed=config.run.seed, shuffle=config.data.shuffle))
+    cursor = Cursor(source, seed=config.run.seed, shuffle=config.data.shuffle)
+    settings, curriculum = config.data.curriculum, None
+    if settings is not None:
+        size = config.rollout.group_size
+        curriculum = Curriculum(settings, len(cursor), seed=config.run.seed, group_size=size)
+    return PromptStream(train, cursor, curriculum)
 
 
 def make_player(prepared: Prepared, roles: Roles, engine: LocalEngine) -> Player:

@@ -40,6 +40,7 @@ def _idle(config: Config) -> Iterator[UserError]:
     if config.offline is not None:
         yield from _idle_beside_rollouts(config)
     yield from _idle_evaluation(config)
+    yield from _idle_curriculum(config)
     yield from metric_problems(config)
     # Adapters are matrices, all of which Muon updates itself; a scalar head, DoRA's magnitudes and AdaLoRA's singular
     # values are left to AdamW.
@@ -79,6 +80,23 @@ def _idle_evaluation(config: Config) -> Iterator[UserError]:
             yield _problem("evaluation.correct_at", "without evaluation.verifiers", "set rewards.correct_at")
 
 
+def _idle_curriculum(config: Config) -> Iterator[UserError]:
+    settings = config.data.curriculum
+    if settings is None or config.supervised is not None:
+        return
+    if config.offline is not None:
+        yield _problem("data.curriculum", "with `offline`: the completions are there, and no prompt is tried")
+        return
+    most = settings.memory * config.rollout.group_size
+    if settings.min_attempts != "auto" and settings.min_attempts > most:
+        yield UserError(
+            f"no prompt ever gets {settings.min_attempts} attempts: {settings.memory} tries of "
+            f"{config.rollout.group_size} completions are remembered, so `data.curriculum` has no effect",
+            where="data.curriculum.min_attempts",
+            mend=f"set it to {most} or less, or raise data.curriculum.memory",
+        )
+
+
 def _idle_sandbox(config: Config) -> Iterator[UserError]:
     given, default = config.sandbox, SandboxSettings()
     changed = [name for name in SandboxSettings.model_fields if getattr(given, name) != getattr(default, name)]
@@ -106,7 +124,7 @@ _OF_SAMPLING = {
     "training": ("mini_batches", "epochs"),
     "evaluation": ("samples", "temperature", "max_new_tokens", "verifiers", "correct_at"),
     "tracking": ("episodes_every",),
-    "data": ("max_prompt_tokens",),
+    "data": ("max_prompt_tokens", "curriculum"),
 }
 
 

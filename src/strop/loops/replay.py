@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 OF_THE_MACHINE = ("time/", "throughput/", "memory/")
 """Metrics that depend on the clock and the machine."""
+OF_THE_PROMPTS = ("curriculum/",)
+"""Metrics of how prompts were chosen, which are those of the step here."""
 SHOWN = (
     "loss",
     "grad_norm",
@@ -216,7 +218,8 @@ def _check_files(run: Path, config: Config, step: int, before: Mapping[str, floa
 
 
 def _comparable(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if not name.startswith(OF_THE_MACHINE)}
+    left_out = OF_THE_MACHINE + OF_THE_PROMPTS
+    return {name: float(value) for name, value in metrics.items() if not name.startswith(left_out)}
 
 
 def _differing_tokens(then: Sequence[EpisodeRecord], now: Sequence[EpisodeRecord]) -> Iterator[str]:

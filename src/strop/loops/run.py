@@ -14,6 +14,7 @@ from strop.loops import assembly, step_batch
 from strop.loops.algorithm import demands_of
 from strop.loops.base_run import GIB, BaseRun
 from strop.loops.critic import Critic, SharedCritic, make_critic
+from strop.loops.curriculum import nothing_left, record_window
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
@@ -27,6 +28,9 @@ from strop.rollout.episode import Episode, Group, TokenStream
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import EpisodeRecord, beside, episodes_file, write_episodes
 from strop.tracking.system import memory_bytes
+
+CURRICULUM = "curriculum.safetensors"
+"""The file of a checkpoint with the pass rates of the prompts."""
 
 
 class Run(BaseRun):
@@ -61,6 +65,7 @@ class Run(BaseRun):
         self._trained: list[tuple[Episode, TokenStream]] = []
         self._left_out: list[Episode] = []
         self._recorded = False
+        self._said_nothing_left = False
         self._batch_metrics: dict[str, float] = {}
 
     # The verbs of the loop, in the order in which it calls them.
@@ -85,7 +90,12 @@ class Run(BaseRun):
         """The next window: sampled or read, scored, in order of admission."""
         self.display.phase(self.collector.phase)
         started = time.perf_counter()
+        curriculum = self.stream.curriculum
+        if curriculum is not None:
+            curriculum.start_step()
         groups = await self.collector.next_window(self.step)
+        if curriculum is not None:
+            record_window(curriculum, groups, self.collector.discarded, self.config)
         ended = time.perf_counter()
         self._times = {
             "time/sampling": self.collector.last_completion - started,
@@ -162,6 +172,7 @@ class Run(BaseRun):
         self.metrics.log(self.step, metrics)
         sample = sample_of(groups, self._texts, self.step)
         self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
+        self._warn_of_curriculum(metrics)
         return metrics
 
     def step_metrics(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
@@ -171,6 +182,8 @@ class Run(BaseRun):
         sampled = [*groups, *self.collector.discarded]
         metrics = rollout_metrics(sampled, max_new_tokens=self.config.rollout.max_new_tokens)
         metrics |= stats | self._times
+        if self.stream.curriculum is not None:
+            metrics |= self.stream.curriculum.metrics()
         tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
         if self.config.offline is None:
             metrics["staleness/max"] = float(self.step - 1 - batch.versions[batch.versions >= 0].min())
@@ -226,6 +239,14 @@ class Run(BaseRun):
         )
         self.critic = make_critic(self.prepared, self.roles, self.trainer)
 
+    def _warn_of_curriculum(self, metrics: dict[str, float]) -> None:
+        curriculum = self.stream.curriculum
+        if curriculum is None or self._said_nothing_left:
+            return
+        if text := nothing_left(metrics, curriculum.rows):
+            self.display.message(text, "warning")
+            self._said_nothing_left = True
+
     @classmethod
     def _load(cls, prepared: Prepared) -> tuple[assembly.Roles, dict[str, Any]]:
         if prepared.scorer is not None:
@@ -237,6 +258,8 @@ class Run(BaseRun):
 
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
         self.stream.load(state["prompts"])
+        if self.stream.curriculum is not None:
+            self.stream.curriculum.load(checkpoint / "state" / CURRICULUM)
         self.collector.admission.started = int(state["started_groups"])
         await self.take_back_weights(checkpoint, state)
 
@@ -250,6 +273,8 @@ class Run(BaseRun):
         await self.publish()
 
     def _state(self, folder: Path) -> dict[str, Any]:
+        if self.stream.curriculum is not None:
+            self.stream.curriculum.save(folder / "state" / CURRICULUM)
         return {
             "prompts": self.stream.state(),
             "started_groups": self.collector.admission.started,

@@ -38,8 +38,25 @@ class Code:
         self.limits = limits
 
     async def ask(self, completed: Sequence[Completed]) -> list[Verdict]:
-        """One verdict for each completion, in order."""
-        return await asyncio.gather(*(self._verdict(item) for item in completed))
+        """One verdict for each completion, in order. Equal completions of a prompt are run once, for one verdict."""
+        runs: dict[tuple[Any, ...], asyncio.Task[Verdict]] = {}
+        keys = [self._key(item) for item in completed]
+        try:
+            for key, item in zip(keys, completed, strict=True):
+                if key not in runs:
+                    runs[key] = asyncio.ensure_future(self._verdict(item))
+            await asyncio.gather(*runs.values())
+        finally:
+            for run in runs.values():
+                run.cancel()
+        return [runs[key].result() for key in keys]
+
+    def _key(self, item: Completed) -> tuple[Any, ...]:
+        """What a verdict depends on. The completions of a group share the values of their row, which may be of kinds
+        that cannot be compared."""
+        settings = self.settings
+        columns = (settings.tests, settings.entry_point, settings.setup, settings.before)
+        return item.completion, *(id(item.row.get(column)) for column in columns)
 
     async def close(self) -> None:
         """Nothing is held: the sandbox belongs to whoever made it."""
