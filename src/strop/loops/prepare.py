@@ -31,7 +31,7 @@ class Prepared:
 
     train: prompts, or with `offline` groups of completions, of which `about` says what there is to say. scorer: of
     training, None where nothing is scored; held_out_scorer: of the evaluations, the same unless the recipe has
-    verifiers for these.
+    verifiers for these. second_scorer: of the alarms' second opinion, None without one.
     """
 
     config: Config
@@ -46,6 +46,7 @@ class Prepared:
     longest: int
     about: str = ""
     world: World | None = None
+    second_scorer: Scorer | None = None
 
     @property
     def needs_reference(self) -> bool:
@@ -79,6 +80,7 @@ def prepare(config: Config) -> Prepared:
     scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards, config.sandbox)
     if config.evaluation.verifiers is not None and config.rewards is not None:
         held_out_scorer = build_scorer(held_out_rewards(config), config.sandbox, key="evaluation.verifiers")
+    second_scorer = build_second_scorer(config)
     given = {
         "data.train": config.data.train,
         "warmup.data": config.warmup.data if config.warmup is not None else None,
@@ -87,6 +89,9 @@ def prepare(config: Config) -> Prepared:
     sources = {key: open_source(settings) for key, settings in given.items() if settings is not None}
     if config.rewards is not None:
         _check_columns(config.rewards, sources["data.train"], sources.get("data.eval"))
+        if second_scorer is not None:
+            own = second_rewards(config)
+            _check_columns(own, sources["data.train"], None, key="alarms.second_opinion.verifiers")
 
     from strop.models.load import inspect_model
 
@@ -117,7 +122,19 @@ def prepare(config: Config) -> Prepared:
     _check_others(config, facts, shown, longest)
     about = "" if seen is None else described(config, train, seen)
     return Prepared(
-        config, hardware, facts, train, shown, held_out, scorer, held_out_scorer, algorithm, longest, about, world
+        config,
+        hardware,
+        facts,
+        train,
+        shown,
+        held_out,
+        scorer,
+        held_out_scorer,
+        algorithm,
+        longest,
+        about,
+        world,
+        second_scorer,
     )
 
 
@@ -146,6 +163,23 @@ def held_out_rewards(config: Config) -> RewardSettings:
         return config.rewards
     own = {"verifiers": config.evaluation.verifiers, "correct_at": config.evaluation.correct_at}
     return config.rewards.model_copy(update=own)
+
+
+def second_rewards(config: Config) -> RewardSettings:
+    """What the second opinion of the alarms, which is there, goes by; time-outs and the like are those of training."""
+    assert config.rewards is not None
+    assert config.alarms.second_opinion is not None
+    second = config.alarms.second_opinion
+    return config.rewards.model_copy(update={"verifiers": second.verifiers, "correct_at": second.correct_at})
+
+
+def build_second_scorer(config: Config) -> Scorer | None:
+    """The scorer of the alarms' second opinion; None without one."""
+    if config.alarms.second_opinion is None or config.rewards is None or config.alarms.action == "off":
+        return None
+    from strop.rewards.build import build_scorer
+
+    return build_scorer(second_rewards(config), config.sandbox, key="alarms.second_opinion.verifiers")
 
 
 def _training_data(
@@ -191,23 +225,29 @@ def _longest_sequence(config: Config, context: int, prompt: int) -> int:
     return context if limit == "auto" else min(context, prompt + limit)
 
 
-def _check_columns(rewards: RewardSettings, train: Source, held_out: Source | None) -> None:
-    """Raise DataError unless the columns that verifiers choose rows by, read or send along are in the data."""
+def _check_columns(
+    rewards: RewardSettings, train: Source, held_out: Source | None, *, key: str = "rewards.verifiers"
+) -> None:
+    """Raise DataError unless the columns that verifiers choose rows by, read or send along are in the data.
+
+    Args:
+        key: where the verifiers stand in the recipe.
+    """
     from strop.config.rewards import CodeVerifier
     from strop.data.columns import listed, nearest
 
     for index, verifier in enumerate(rewards.verifiers):
         named = {"when": list(verifier.when), "columns": getattr(verifier, "columns", [])}
         if isinstance(verifier, CodeVerifier):
-            code = {key: getattr(verifier, key) for key in ("tests", "setup", "before")}
-            named |= {key: [column] for key, column in code.items() if column is not None}
-        for key, columns in named.items():
+            code = {name: getattr(verifier, name) for name in ("tests", "setup", "before")}
+            named |= {name: [column] for name, column in code.items() if column is not None}
+        for name, columns in named.items():
             for column in columns:
                 # Held-out prompts may be of one kind only, and the column then says so in none of them.
                 if column not in train.columns and (held_out is None or column not in held_out.columns):
                     raise DataError(
                         f"there is no column {column!r} in the data; the columns are {listed(train.columns)}",
-                        where=f"rewards.verifiers.{index}.{key}",
+                        where=f"{key}.{index}.{name}",
                         mend=nearest(column, train.columns) or "name one of them",
                     )
 

@@ -24,8 +24,8 @@ from strop.tracking.text import show_number
 if TYPE_CHECKING:
     from strop.loops.run import Run
 
-OF_THE_MACHINE = ("time/", "throughput/", "memory/")
-"""Metrics that depend on the clock and the machine."""
+NOT_OF_THE_STEP = ("time/", "throughput/", "memory/", "alarms/")
+"""Metrics that depend on the clock, the machine and other steps."""
 SHOWN = (
     "loss",
     "grad_norm",
@@ -206,7 +206,7 @@ def _check_files(run: Path, config: Config, step: int, before: Mapping[str, floa
 
 
 def _comparable(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if not name.startswith(OF_THE_MACHINE)}
+    return {name: float(value) for name, value in metrics.items() if not name.startswith(NOT_OF_THE_STEP)}
 
 
 def _differing_tokens(then: Sequence[EpisodeRecord], now: Sequence[EpisodeRecord]) -> Iterator[str]:

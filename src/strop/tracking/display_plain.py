@@ -117,7 +117,8 @@ class PlainDisplay:
 
     def message(self, text: str, level: Level = "info") -> None:
         self._print(
-            text if level == "info" else f"{level}: {text}", style={"warning": "yellow", "error": "red"}.get(level)
+            text if level == "info" else f"{level}: {text}",
+            style={"warning": "yellow", "error": "red", "alarm": "red"}.get(level),
         )
 
     def finish(self, summary: Summary) -> None:
