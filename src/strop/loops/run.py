@@ -73,7 +73,7 @@ class Run(BaseRun):
         if self.prepared.world is not None:
             await self.prepared.world.factory.open()
         if self._resumed:
-            self._watch.show_again()
+            self._watch.go_on()
             self._say_if_done()
             return
         if self.config.warmup is not None:

@@ -86,8 +86,10 @@ class Watch:
                 "checkpoint",
             )
 
-    def show_again(self) -> None:
-        """Show the last alarm of the part of a run that another process trained."""
+    def go_on(self) -> None:
+        """Show the last alarm of the steps that were trained before, and forget those of later ones."""
+        if len(self._directory.manifest.alarms) != len(self._monitor.raised):
+            self._note()
         if lines := self.lines():
             self._display.message(f"{lines[-1]} (so far {len(lines)})", "alarm")
 
@@ -103,7 +105,6 @@ class Watch:
         """Go to where `state` was taken, None in checkpoints of a time without alarms."""
         if state is not None:
             self._monitor.load(state)
-        self._note()
 
     async def close(self) -> None:
         if self._prepared.second_scorer is not None:

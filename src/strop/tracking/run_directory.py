@@ -33,7 +33,8 @@ class Manifest:
     them: path, folder, fingerprint, and of a model that strop trained the run's id and the checkpoint. trackers: ids
     that other trackers gave to this run. scores: "before" and "after" evaluations. best: metric, step and score of the
     best checkpoint. alarms: signs of reward hacking, in order, each with name, step, value, limit, what was seen, and
-    the group and sample of a completion that shows it. stopped: why it ended before its last step. error: why it failed.
+    the group and sample of a completion that shows it. stopped: why it ended before its last step. error: why it
+    failed.
     """
 
     id: str

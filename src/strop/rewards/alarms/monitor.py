@@ -219,8 +219,8 @@ class Monitor:
             return []
         metrics["alarms/held_out"] = found.fall
         says = (
-            f"held-out accuracy is {found.accuracy:.1%}, down from {found.best:.1%} at step {found.best_step}, while the "
-            f"training reward rose from {found.reward_then:.3g} to {found.reward:.3g}"
+            f"held-out accuracy is {found.accuracy:.1%}, down from {found.best:.1%} at step {found.best_step}, while "
+            f"the training reward rose from {found.reward_then:.3g} to {found.reward:.3g}"
         )
         unusual = found.fall > limit and found.reward > found.reward_then
         return self._judge("held_out", step, unusual, Found(found.fall), limit, says, patience=2)

@@ -27,8 +27,8 @@ _BETWEEN = re.compile(r"[\s,;/|&()\[\].:'\"*]+(?:(?:or|and)[\s(\[]+)?")
 class Outcome:
     """A scored completion, as the alarms see it.
 
-    group, sample, prompt_id: of its episode. answer: the reference answer as text, None if there is none. text: what was
-    said last. tokens: everything that was sampled. components: score of each verifier, times its weight. decider: name
+    group, sample, prompt_id: of its episode. answer: the reference answer as text, None if there is none. text: what
+    was said last. tokens: everything that was sampled. components: score of each verifier, times its weight. decider: name
     of the verifier that decides `correct`.
     """
 
