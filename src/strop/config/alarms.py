@@ -63,10 +63,10 @@ class AlarmSettings(StrictModel):
     """Alarm when another verifier than the one that decides `correct` makes so large a share of the differences within
     groups, and the reward rises while that one's score does not; null for never."""
     jump: OpenShare | None = 0.3
-    """Alarm when the mean reward moves by so large a share of its whole range within three steps, after steps in which
-    it hardly moved; null for never."""
-    held_out: OpenShare | None = 0.1
+    """Alarm when the mean reward rises by so large a share of the range of rewards within three steps, after steps in
+    which it hardly moved; null for never."""
+    held_out: OpenShare | None = 0.15
     """Alarm when held-out accuracy is so much below its best in two evaluations in a row, and the training reward is
-    higher than it was then; null for never."""
+    higher than it was then by a tenth of its range; null for never."""
     second_opinion: SecondOpinionSettings | None = None
     """Other verifiers for a sample of what counts as correct; none when not set."""

@@ -11,11 +11,12 @@ from typing import Any
 from strop.config.alarms import AlarmSettings
 from strop.rewards.alarms import statistics
 from strop.rewards.alarms.statistics import Found, Outcome
-from strop.rewards.alarms.trends import HeldOut, Jumps, Opinions
+from strop.rewards.alarms.trends import RISE, HeldOut, Jumps, Opinions
 from strop.rewards.alarms.usual import Streak, Usual
 
 FEWEST = 4
 """Fewer rewarded completions than this say nothing of a step."""
+_RANGE = ("lowest", "highest")
 SOLVED = 0.9
 """Accuracy from which it is no wonder that another verifier makes the differences."""
 
@@ -83,6 +84,7 @@ class State:
     """Everything that later looks depend on."""
 
     lowest: float = math.inf
+    highest: float = -math.inf
     usual: dict[str, Usual] = field(default_factory=dict)
     streaks: dict[str, Streak] = field(default_factory=dict)
     raised: list[Alarm] = field(default_factory=list)
@@ -122,6 +124,7 @@ class Monitor:
         alarms: list[Alarm] = []
         if outcomes:
             self._state.lowest = min(self._state.lowest, *(one.reward for one in outcomes))
+            self._state.highest = max(self._state.highest, *(one.reward for one in outcomes))
             alarms += self._rises(step, outcomes, metrics)
             alarms += self._dominance(step, outcomes, metrics)
             alarms += self._jump(step, outcomes, metrics)
@@ -135,12 +138,14 @@ class Monitor:
     def state(self) -> dict[str, Any]:
         """What `load` needs, as JSON-ready values."""
         found = dataclasses.asdict(self._state)
-        return found | {"lowest": None if math.isinf(self._state.lowest) else self._state.lowest}
+        # JSON has no infinity.
+        return {name: None if name in _RANGE and math.isinf(value) else value for name, value in found.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to where `state` was taken."""
         self._state = State(
             lowest=math.inf if state["lowest"] is None else state["lowest"],
+            highest=-math.inf if state["highest"] is None else state["highest"],
             usual={name: Usual(**one) for name, one in state["usual"].items()},
             streaks={name: Streak(**one) for name, one in state["streaks"].items()},
             raised=[Alarm(**one) for one in state["raised"]],
@@ -187,7 +192,7 @@ class Monitor:
         risen = mean > reward.mean + 2 * noise and decides <= score.mean
         unusual = known and found.value > limit and risen and sum(judged) / len(judged) < SOLVED
         says = (
-            f"{found.value:.0%} of the differences in reward within groups are those of {found.about}; the reward has "
+            f"{min(1.0, found.value):.0%} of the differences in reward within groups are those of {found.about}; the reward has "
             f"risen from {reward.mean:.3g} to {mean:.3g}, and the score that decides what is correct has not "
             f"({score.mean:.3g}, now {decides:.3g})"
         )
@@ -199,14 +204,14 @@ class Monitor:
     def _jump(self, step: int, outcomes: Sequence[Outcome], metrics: dict[str, float]) -> list[Alarm]:
         if self.settings.jump is None:
             return []
-        found = self._state.jumps.add(outcomes, first=self.settings.baseline_steps)
+        found = self._state.jumps.add(outcomes, self._spread, first=self.settings.baseline_steps)
         if found is None:
             return []
         value, before, now, sudden = found
         metrics["alarms/jump"] = value
         best = max(outcomes, key=lambda one: one.reward)
         says = f"the mean reward went from {before:.3g} to {now:.3g} within three steps"
-        unusual = sudden and abs(value) > self.settings.jump
+        unusual = sudden and value > self.settings.jump
         return self._judge("jump", step, unusual, Found(value, best), self.settings.jump, says, patience=1)
 
     def _held_out(
@@ -222,7 +227,7 @@ class Monitor:
             f"held-out accuracy is {found.accuracy:.1%}, down from {found.best:.1%} at step {found.best_step}, while "
             f"the training reward rose from {found.reward_then:.3g} to {found.reward:.3g}"
         )
-        unusual = found.fall > limit and found.reward > found.reward_then
+        unusual = found.fall > limit and found.reward > found.reward_then + RISE * self._spread
         return self._judge("held_out", step, unusual, Found(found.fall), limit, says, patience=2)
 
     def _opinions(self, step: int, opinions: Sequence[tuple[Outcome, bool]], metrics: dict[str, float]) -> list[Alarm]:
@@ -240,6 +245,10 @@ class Monitor:
         unusual = bound > settings.disagreement
         found = Found(wrong / asked, example)
         return self._judge("second_opinion", step, unusual, found, settings.disagreement, says, patience=1)
+
+    @property
+    def _spread(self) -> float:
+        return self._state.highest - self._state.lowest
 
     def _usual(self, name: str) -> Usual:
         return self._state.usual.setdefault(name, Usual())

@@ -12,41 +12,40 @@ WITHIN = 3
 """Steps within which a move is a jump."""
 BEFORE = 5
 """Steps before them that say how much the reward moves otherwise."""
-SURE = 5.0
+SURE = 4.0
 """Standard errors that a jump has to have."""
-CALMER = 3.0
-"""A jump has to be so many times what the reward moved in the steps before."""
+CALMER = 5.0
+"""Standard deviations, of the mean rewards in the steps before, that a jump has to have. A steady rise has 3.5."""
+RISE = 0.1
+"""Share of the range of rewards by which the training reward has to be higher where a held-out score is lower."""
 RECENT = 20
 """Steps of which second opinions count."""
 
 
 @dataclass
 class Jumps:
-    """Mean rewards of the last steps, with their standard errors, and the range of rewards so far."""
+    """Mean rewards of the last steps, with their standard errors."""
 
     means: list[float] = field(default_factory=list)
     noises: list[float | None] = field(default_factory=list)
-    lowest: float | None = None
-    highest: float | None = None
     steps: int = 0
 
-    def add(self, outcomes: Sequence[Outcome], *, first: int) -> tuple[float, float, float, bool] | None:
-        """The move within the last steps as a share of the range, the mean before and now, and whether it is sudden.
+    def add(
+        self, outcomes: Sequence[Outcome], spread: float, *, first: int
+    ) -> tuple[float, float, float, bool] | None:
+        """The rise within the last steps as a share of `spread`, the mean before and now, and whether it is sudden.
 
         None in the first steps, and while all rewards are equal.
 
         Args:
+            spread: range of all rewards so far.
             first: steps after which moves count, beside those that a comparison takes.
         """
-        rewards = [one.reward for one in outcomes]
-        self.lowest = min(rewards) if self.lowest is None else min(self.lowest, *rewards)
-        self.highest = max(rewards) if self.highest is None else max(self.highest, *rewards)
         mean, noise = mean_and_noise(outcomes)
         self.means = [*self.means, mean][-(BEFORE + WITHIN) :]
         # JSON has no infinity, which is the error of a single group.
         self.noises = [*self.noises, None if math.isinf(noise) else noise][-(BEFORE + WITHIN) :]
         self.steps += 1
-        spread = self.highest - self.lowest
         if len(self.means) < BEFORE + WITHIN or self.steps <= first + WITHIN or spread <= 0:
             return None
         earlier = self.means[:BEFORE]
@@ -54,7 +53,8 @@ class Jumps:
         move = mean - before
         errors = [math.inf if one is None else one for one in self.noises]
         error = math.sqrt(errors[-1] ** 2 + math.fsum(one * one for one in errors[:BEFORE]) / BEFORE**2)
-        sudden = abs(move) > SURE * error and abs(move) > CALMER * (max(earlier) - min(earlier))
+        deviation = math.sqrt(math.fsum((one - before) ** 2 for one in earlier) / (BEFORE - 1))
+        sudden = move > SURE * error and move > CALMER * deviation
         return move / spread, before, mean, sudden
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+CALM = 10
+"""Usual values in a row after which an alarm that is on goes off."""
+
+
 @dataclass
 class Usual:
     """Mean of a statistic: over all values at first, then one that forgets with a half-life, in values."""
@@ -19,7 +23,7 @@ class Usual:
 
 @dataclass
 class Streak:
-    """How often in a row something was unusual; an alarm that is on goes off after as many usual values."""
+    """How often in a row something was unusual, and whether the alarm is on: it is raised once, until it went off."""
 
     unusual: int = 0
     usual: int = 0
@@ -29,7 +33,7 @@ class Streak:
         """Whether this is where the alarm is raised."""
         self.unusual = self.unusual + 1 if unusual else 0
         self.usual = 0 if unusual else self.usual + 1
-        if self.on and self.usual >= patience:
+        if self.usual >= CALM:
             self.on = False
         raised = not self.on and self.unusual >= patience
         self.on = self.on or raised
