@@ -50,12 +50,14 @@ class Jumps:
             return None
         earlier = self.means[:BEFORE]
         before = math.fsum(earlier) / BEFORE
-        move = mean - before
+        # One step may be lucky; a jump is one that stays.
+        now = min(self.means[-2:])
+        move = now - before
         errors = [math.inf if one is None else one for one in self.noises]
         error = math.sqrt(errors[-1] ** 2 + math.fsum(one * one for one in errors[:BEFORE]) / BEFORE**2)
         deviation = math.sqrt(math.fsum((one - before) ** 2 for one in earlier) / (BEFORE - 1))
         sudden = move > SURE * error and move > CALMER * deviation
-        return move / spread, before, mean, sudden
+        return move / spread, before, now, sudden
 
 
 @dataclass(frozen=True)
