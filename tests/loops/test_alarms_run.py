@@ -165,9 +165,7 @@ def test_with_the_same_verifier_there_is_nothing_to_disagree_about() -> None:
 
 def test_a_second_opinion_that_fails_ends_the_run_in_its_first_step() -> None:
     write(**FOOLED)
-    failed = train(
-        "alarms.second_opinion.verifiers=[{kind: python, function: tiny_rewards:not_a_number}]", code=1
-    )
+    failed = train("alarms.second_opinion.verifiers=[{kind: python, function: tiny_rewards:not_a_number}]", code=1)
     assert "alarms.second_opinion.verifiers, python" in failed.stderr
 
 

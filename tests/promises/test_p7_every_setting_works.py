@@ -1066,8 +1066,8 @@ def differ(a: Any, b: Any) -> bool:
 
 
 def walked() -> list[str]:
-    """The keys to walk. The verifiers of evaluations and second opinions are the same models, built by the same function,
-    as those of training: a key of theirs that has no case is walked there."""
+    """The keys to walk. The verifiers of evaluations and second opinions are the same models, built as those of
+    training: a key of theirs that has no case is walked there."""
     elsewhere = ("evaluation.verifiers[", "alarms.second_opinion.verifiers[")
     return [leaf.path for leaf in leaves() if not leaf.path.startswith(elsewhere) or leaf.path in TABLE]
 

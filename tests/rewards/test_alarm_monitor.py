@@ -130,7 +130,7 @@ def test_an_alarm_is_raised_again_after_it_has_gone_off() -> None:
     monitor = Monitor(AlarmSettings(jump=None, sameness=None))
     answers = {True: "1, 2, 3, 4", False: "1"}
     for step in range(1, 61):
-        text = answers[20 < step <= 30 or 50 < step]
+        text = answers[20 < step <= 30 or step > 50]
         outcomes = [Outcome(g, 0, str(g), text, [], float(g > 3), answer="1") for g in range(12)]
         monitor.look(step, outcomes)
     assert [(alarm.name, alarm.step) for alarm in monitor.raised] == [("stuffing", 23), ("stuffing", 53)]

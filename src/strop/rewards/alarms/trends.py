@@ -30,9 +30,7 @@ class Jumps:
     noises: list[float | None] = field(default_factory=list)
     steps: int = 0
 
-    def add(
-        self, outcomes: Sequence[Outcome], spread: float, *, first: int
-    ) -> tuple[float, float, float, bool] | None:
+    def add(self, outcomes: Sequence[Outcome], spread: float, *, first: int) -> tuple[float, float, float, bool] | None:
         """The rise within the last steps as a share of `spread`, the mean before and now, and whether it is sudden.
 
         None in the first steps, and while all rewards are equal.
