@@ -2,8 +2,8 @@
 
 Short runs of a new model, all with the alarms as they are by default (and a second opinion where the hack is a fooled
 verifier). Clean: five recipes, seeds 0 to 3. Hacked: eight holes in a reward, each demonstrated to the policy a few
-times in a hundred by its warm-up, seeds 0 and 1; `as_expected` says whether the alarm named for the hack was among those
-raised. Recipes are in `alarm_runs.py`. The thresholds were chosen on runs of other seeds (100 and 101).
+times in a hundred by its warm-up, seeds 0 and 1; `as_expected` says whether the alarm named for the hack was among
+those raised. Recipes are in `alarm_runs.py`. The thresholds were chosen on runs of other seeds (100 and 101).
 """
 
 from __future__ import annotations

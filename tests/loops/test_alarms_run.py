@@ -23,7 +23,7 @@ ONES: dict[str, Any] = {
     "checkpoint.every": 4,
     "alarms": {"baseline_steps": 2, "length": None, "sameness": None, "jump": None},
 }
-# Says that a completion is right where it has a nought, or 1 to 4 as well; the second opinion knows of the noughts only.
+# Calls a completion right that has one of five digits; the second opinion knows of the nought only.
 FOOLED: dict[str, Any] = {
     "rewards.verifiers": [{"kind": "regex", "pattern": "[0-4]"}],
     "run.steps": 8,
@@ -147,13 +147,12 @@ def test_a_verifier_that_is_fooled_is_found_out() -> None:
     [example] = [one for one in episodes_of(run) if (one.group, one.sample) == (alarm["group"], alarm["sample"])]
     assert example.correct
     assert "0" not in example.completion_text
-    asked, lines = 0, [line for kind, _, line in steps_of(run) if kind == "train"]
-    for line in lines:
+    for line in (line for kind, _, line in steps_of(run) if kind == "train"):
         assert 0 <= line["alarms/disagreement_at_least"] <= line["alarms/disagreement"] <= 1
-    right = sum(bool(one.correct) for one in episodes_of(run))
-    told = alarm["what"].split()
-    asked = int(told[told.index("of") + 1]) if "of" in told else int(told[1])
-    assert 0 < asked < right
+    # "of 47 completions that count as correct …": half of those that there were.
+    asked = int(alarm["what"].split()[1])
+    right = sum(bool(one.correct) for one in episodes_of(run) if one.group // 4 < alarm["step"])
+    assert 0.3 * right < asked < 0.7 * right
 
 
 def test_with_the_same_verifier_there_is_nothing_to_disagree_about() -> None:

@@ -123,8 +123,7 @@ def watched(*verifiers: dict[str, Any], **alarms: Any) -> dict[str, Any]:
 def doubted(verifier: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A recipe in which everything that is sampled counts as correct, and a second opinion on all of it."""
     settings = {"verifiers": [dict(verifier)], "share": 1.0, "disagreement": 0.01}
-    found = recipe(**{"alarms.second_opinion": settings, "rewards.correct_at": -1.0, **changes})
-    return found
+    return recipe(**{"alarms.second_opinion": settings, "rewards.correct_at": -1.0, **changes})
 
 
 def served(path: str = "", **options: Any) -> dict[str, Any]:

@@ -192,9 +192,9 @@ class Monitor:
         risen = mean > reward.mean + 2 * noise and decides <= score.mean
         unusual = known and found.value > limit and risen and sum(judged) / len(judged) < SOLVED
         says = (
-            f"{min(1.0, found.value):.0%} of the differences in reward within groups are those of {found.about}; the reward has "
-            f"risen from {reward.mean:.3g} to {mean:.3g}, and the score that decides what is correct has not "
-            f"({score.mean:.3g}, now {decides:.3g})"
+            f"{min(1.0, found.value):.0%} of the differences in reward within groups are those of {found.about}; the "
+            f"reward has risen from {reward.mean:.3g} to {mean:.3g}, and the score that decides what is correct has "
+            f"not ({score.mean:.3g}, now {decides:.3g})"
         )
         if not unusual:
             reward.add(mean, self.settings.half_life)

@@ -28,8 +28,8 @@ class Outcome:
     """A scored completion, as the alarms see it.
 
     group, sample, prompt_id: of its episode. answer: the reference answer as text, None if there is none. text: what
-    was said last. tokens: everything that was sampled. components: score of each verifier, times its weight. decider: name
-    of the verifier that decides `correct`.
+    was said last. tokens: everything that was sampled. components: score of each verifier, times its weight. decider:
+    name of the verifier that decides `correct`.
     """
 
     group: int

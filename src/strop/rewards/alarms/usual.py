@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 CALM = 10
 """Usual values in a row after which an alarm that is on goes off."""
 
