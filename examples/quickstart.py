@@ -19,6 +19,7 @@ async def main() -> None:
             stats = run.update(batch)  # gradients
             run.step += 1
             await run.publish()  # the engine serves the new weights, and proves it
+            await run.look(groups)  # alarms against reward hacking
             run.record(groups, batch, stats)
             await run.evaluate_and_save_if_due()
         print("model:", await run.finish())

@@ -337,6 +337,7 @@ async def _until(config: strop.Config, last: int) -> None:
             stats = run.update(batch)
             run.step += 1
             await run.publish()
+            await run.look(groups)
             run.record(groups, batch, stats)
             await run.evaluate_and_save_if_due()
             if run.step == last:

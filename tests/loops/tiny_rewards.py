@@ -27,6 +27,11 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
     return [len(completion) / 4 for completion in completions]
 
 
+def ones(completions: list[str], **_: Any) -> list[float]:
+    """How many ones there are, whatever was asked."""
+    return [completion.count("1") / 4 for completion in completions]
+
+
 def unhurried(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     time.sleep(0.3)
     return spread(prompts, completions)

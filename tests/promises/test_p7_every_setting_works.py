@@ -14,14 +14,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from tiny_runs import HELD_OUT, Seen, observe, put, recipe
 from tiny_server import tiny_server
 
-from strop.config.explain import leaves
+from strop.config.alarms import SecondOpinionSettings
+from strop.config.explain import annotation_of, items_of, leaves
 from strop.config.rewards import RewardSettings
 from strop.config.run import EvaluationSettings
 
@@ -100,6 +101,29 @@ def graded(path: str = "", **options: Any) -> dict[str, Any]:
     """A recipe whose completions, of two letters, are often the same."""
     verifier = {"kind": "judge", "base_url": f"{SERVER['url']}{path}/v1", "model": "m", **options}
     return verified(verifier, **LETTERS, **{"rewards.retries": 0})
+
+
+def watched(*verifiers: dict[str, Any], **alarms: Any) -> dict[str, Any]:
+    """A recipe whose alarms look at every step, of which the first is what is usual. There are two characters, so that
+    completions repeat themselves; beside the verifier that decides, given ones are asked."""
+    found = recipe(
+        **{
+            "model.create.characters": "12",
+            "data.train": {"path": "ones.jsonl"},
+            "rollout.max_new_tokens": 12,
+            "rollout.group_size": 8,
+            "run.steps": 8,
+            "alarms": {"baseline_steps": 1, "patience": 1, **alarms},
+        }
+    )
+    found["rewards"]["verifiers"] += verifiers
+    return found
+
+
+def doubted(verifier: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A recipe in which everything that is sampled counts as correct, and a second opinion on all of it."""
+    settings = {"verifiers": [dict(verifier)], "share": 1.0, "disagreement": 0.01}
+    return recipe(**{"alarms.second_opinion": settings, "rewards.correct_at": -1.0, **changes})
 
 
 def served(path: str = "", **options: Any) -> dict[str, Any]:
@@ -271,6 +295,16 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "judged format": lambda: judged({"kind": "format", "tags": ["a"]}, **TAGS),
     "judged python": lambda: judged({"kind": "python", "function": "tiny_rewards:spread"}),
     "judged reward_model": lambda: judged({"kind": "reward_model", "path": "judge-1"}),
+    "watched": watched,
+    "watched touchy": lambda: watched(repetition=0.001, stuffing=0.001, length=1.001, sameness=0.001),
+    "watched long": lambda: {**watched(), "run": {"steps": 12}},
+    "watched parts": lambda: watched({"kind": "python", "name": "other", "function": "tiny_rewards:lengths"}),
+    "watched and evaluated": lambda: {
+        **watched(),
+        "data": {"train": {"path": "ones.jsonl"}, "eval": {"path": "ones.jsonl"}},
+        "evaluation": {"every": 1},
+    },
+    "doubted": lambda: doubted({"kind": "python", "function": "tiny_rewards:spread"}),
     "ranked": lambda: recipe(
         **{**OFTEN_EVALUATED, "checkpoint": {"keep": 1, "best": {"metric": "eval/reward", "mode": "max"}}}
     ),
@@ -781,6 +815,23 @@ TABLE: dict[str, Case] = {
     "rollout.tree.at": Case([2], context="tree"),
     "rollout.tree.branches": Case(3, context="tree"),
     **of_a_verifier("environment", "asked", RARELY),
+    "alarms.action": Case("off", "names", steady=True),
+    "alarms.baseline_steps": Case(2, "metrics", "watched", steady=True),
+    "alarms.half_life": Case(1, "metrics", "watched", steady=True),
+    "alarms.patience": Case(3, "metrics", "watched touchy", steady=True),
+    "alarms.repetition": Case(0.5, "metrics", "watched", steady=True),
+    "alarms.stuffing": Case(0.5, "metrics", "watched", steady=True),
+    "alarms.length": Case(1.1, "metrics", "watched", steady=True),
+    "alarms.sameness": Case(0.5, "metrics", "watched", steady=True),
+    "alarms.dominance": Case(None, "names", "watched parts", steady=True),
+    "alarms.jump": Case(None, "names", "watched long", steady=True),
+    "alarms.held_out": Case(None, "names", "watched and evaluated", steady=True),
+    "alarms.second_opinion.share": Case(0.5, "metrics", "doubted", steady=True),
+    "alarms.second_opinion.correct_at": Case(0.5, "metrics", "doubted", steady=True),
+    "alarms.second_opinion.disagreement": Case(0.999, "metrics", "doubted", steady=True),
+    "alarms.second_opinion.verifiers[python].function": Case(
+        "tiny_rewards:lengths", "metrics", "doubted", steady=True
+    ),
     "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
     "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
     "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
@@ -1069,15 +1120,18 @@ def differ(a: Any, b: Any) -> bool:
 
 
 def walked() -> list[str]:
-    """The keys to walk. The verifiers of evaluations are the same models, built by the same function, as those of
+    """The keys to walk. The verifiers of evaluations and second opinions are the same models, built as those of
     training: a key of theirs that has no case is walked there."""
-    return [leaf.path for leaf in leaves() if not leaf.path.startswith("evaluation.verifiers[") or leaf.path in TABLE]
+    elsewhere = ("evaluation.verifiers[", "alarms.second_opinion.verifiers[")
+    return [leaf.path for leaf in leaves() if not leaf.path.startswith(elsewhere) or leaf.path in TABLE]
 
 
 def test_every_key_is_in_the_table_and_no_other() -> None:
     assert sorted(walked()) == sorted(TABLE)
-    training, evaluation = (found.model_fields["verifiers"] for found in (RewardSettings, EvaluationSettings))
-    assert get_args(get_args(evaluation.annotation)[0])[0] == training.annotation
+    models = (RewardSettings, EvaluationSettings, SecondOpinionSettings)
+    training, evaluation, second = (items_of(annotation_of(found.model_fields["verifiers"])) for found in models)
+    assert training
+    assert training == evaluation == second
 
 
 @pytest.mark.parametrize("leaf", walked())
@@ -1133,6 +1187,8 @@ IDLE: dict[str, Any] = {
     "rewards.verifiers.0.gate": True,
     "rewards.verifiers.0.passes_at": 0.5,
     "rewards.worker_memory": 3.0,
+    "alarms.held_out": 0.5,
+    "alarms.dominance": 0.5,
 }
 
 
@@ -1147,6 +1203,7 @@ def test_a_key_that_would_have_no_effect_beside_the_others_is_refused(key: str, 
     ("key", "value", "changes"),
     [
         ("evaluation.samples", 3, {"data.eval": HELD_OUT}),
+        ("alarms.patience", 5, {"alarms.action": "off"}),
         ("sandbox.url", "http://a", {"rewards.verifiers": [{"kind": "code"}], "sandbox.backend": "bubblewrap"}),
         ("sandbox.token_variable", "A", {"rewards.verifiers": [{"kind": "code"}]}),
         ("sandbox.warm", 3, {"rewards.verifiers": [{"kind": "code"}], "sandbox.url": "http://a"}),

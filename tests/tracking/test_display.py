@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import re
@@ -90,6 +91,31 @@ def play(display: Display, clock: Clock, see: Callable[[], None] = lambda: None)
             display.message("2 of 64 episodes timed out", "warning")
             see()
     display.finish(SUMMARY)
+
+
+@pytest.mark.parametrize("kind", [PlainDisplay, LiveDisplay])
+def test_alarms_are_shown_and_stay_in_the_panel(kind: Any) -> None:
+    clock, console = Clock(), recorded(120, 40)
+    display = kind(console, clock=clock, **({"auto_refresh": False} if kind is LiveDisplay else {}))
+    display.start("quickstart", 40, {})
+    display.message("length at step 12: rewarded completions have 15.0 tokens; usual is 4.0", "alarm")
+    display.message("something else", "warning")
+    assert "alarm: length at step 12: rewarded completions have 15.0 tokens; usual is 4.0" in output(console)
+    if kind is LiveDisplay:
+        panel = recorded(120, 40)
+        panel.print(display.render(120, 40))
+        assert re.search(r"alarms +1, the last: length at step 12", output(panel))
+        assert re.search(r"warnings +1, the last: something else", output(panel))
+    display.close()
+
+
+def test_the_summary_lists_the_last_alarms() -> None:
+    console = recorded(120, 40)
+    print_summary(console, dataclasses.replace(SUMMARY, alarms=[f"length at step {n}: long" for n in range(1, 8)]))
+    said = output(console)
+    assert re.search(r"^  alarms +length at step 3: long$", said, re.MULTILINE)
+    assert re.search(r"^ +length at step 7: long$", said, re.MULTILINE)
+    assert "step 2:" not in said
 
 
 SUMMARY = Summary(

@@ -9,6 +9,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from strop.config.alarms import AlarmSettings
 from strop.config.algorithm import AlgorithmSettings
 from strop.config.base import StrictModel
 from strop.config.data import DataSettings
@@ -32,6 +33,8 @@ class Config(StrictModel):
     """Where prompts come from."""
     rewards: RewardSettings | None = None
     """What a completion is worth; needed unless the recipe is supervised, or offline with recorded rewards."""
+    alarms: AlarmSettings = AlarmSettings()
+    """Signs that a reward is being hacked."""
     sandbox: SandboxSettings = SandboxSettings()
     """Where programs run that the model wrote."""
     supervised: SupervisedSettings | None = None
@@ -99,9 +102,14 @@ class Config(StrictModel):
 
     @model_validator(mode="after")
     def _environment_rewards(self) -> Self:
-        kinds = [verifier.kind for verifier in self.rewards.verifiers] if self.rewards is not None else []
-        if "environment" in kinds and self.environment is None:
-            raise ValueError("a verifier of kind `environment` in rewards.verifiers needs the section `environment`")
+        second = self.alarms.second_opinion
+        given = {
+            "rewards.verifiers": self.rewards.verifiers if self.rewards is not None else [],
+            "alarms.second_opinion.verifiers": second.verifiers if second is not None else [],
+        }
+        for key, verifiers in given.items():
+            if self.environment is None and any(verifier.kind == "environment" for verifier in verifiers):
+                raise ValueError(f"a verifier of kind `environment` in {key} needs the section `environment`")
         return self
 
     @model_validator(mode="after")

@@ -189,6 +189,7 @@ class BaseRun(ABC):
                 next_commands=self._next_commands(),
                 best=self._best_line(),
                 stopped=self.stopped,
+                alarms=self._alarm_lines(),
             )
         )
         return model
@@ -207,6 +208,10 @@ class BaseRun(ABC):
 
     def _next_commands(self) -> list[str]:
         """What the closing summary proposes; made up from the paths when empty."""
+        return []
+
+    def _alarm_lines(self) -> list[str]:
+        """What the closing summary says of signs of reward hacking."""
         return []
 
     def _say_if_done(self) -> None:

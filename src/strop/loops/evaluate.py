@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from strop.config import Config
+from strop.config.alarms import AlarmSettings
 from strop.config.model import ModelSettings
 from strop.config.training import CriticSettings
 from strop.data.prompts import Prompt, PromptDataset
@@ -136,10 +137,10 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         settings = ModelSettings(path=model, dtype=config.model.dtype, trust_remote_code=config.model.trust_remote_code)
         config = config.model_copy(update={"model": settings, "warmup": None})
     if config.rewards is not None:
-        # A reward model or a critic that only training asks need not be there.
+        # A reward model, a critic or a second opinion that only training asks need not be there.
         evaluation = config.evaluation.model_copy(update={"verifiers": None, "correct_at": 1.0})
         parts = {"rewards": held_out_rewards(config), "evaluation": evaluation, "critic": CriticSettings()}
-        config = config.model_copy(update=parts)
+        config = config.model_copy(update={**parts, "alarms": AlarmSettings()})
     with prepare(config) as prepared:
         return _evaluate(prepared, prompts)
 

@@ -22,7 +22,16 @@ from strop.tracking.trackers import open_trackers
 from strop.training.checkpoint import latest_checkpoint, read_state
 
 # What may change when a run goes on: it does not change what the steps compute.
-MAY_CHANGE = ("run.steps", "run.folder", "run.name", "checkpoint.", "tracking.", "evaluation.", "hardware.threads")
+MAY_CHANGE = (
+    "run.steps",
+    "run.folder",
+    "run.name",
+    "checkpoint.",
+    "tracking.",
+    "evaluation.",
+    "alarms.",
+    "hardware.threads",
+)
 # Among these, what decides what the scores mean that are compared with each other.
 MUST_STAY = ("evaluation.verifiers", "evaluation.correct_at")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.config import Config
+from strop.config.alarms import AlarmSettings
 from strop.config.data import DataSource
 from strop.config.environment import PythonTool
 from strop.config.offline import RolloutColumns
@@ -58,6 +59,7 @@ def _idle(config: Config) -> Iterator[UserError]:
     if config.rewards is not None:
         yield from _idle_rewards(config.rewards)
     yield from _idle_sandbox(config)
+    yield from _idle_alarms(config)
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
     if config.warmup is not None:
         sources["warmup.data"] = config.warmup.data
@@ -101,6 +103,7 @@ def _idle_sandbox(config: Config) -> Iterator[UserError]:
     given, default = config.sandbox, SandboxSettings()
     changed = [name for name in SandboxSettings.model_fields if getattr(given, name) != getattr(default, name)]
     judges = [*(config.rewards.verifiers if config.rewards is not None else []), *(config.evaluation.verifiers or [])]
+    judges += config.alarms.second_opinion.verifiers if config.alarms.second_opinion is not None else []
     tools = getattr(config.environment, "tools", [])
     if not any(isinstance(one, CodeVerifier | PythonTool) for one in [*judges, *tools]):
         for name in changed:
@@ -118,9 +121,29 @@ def _idle_sandbox(config: Config) -> Iterator[UserError]:
         yield _problem("sandbox.allow_unsandboxed", "with `sandbox.backend: bubblewrap`", "set sandbox.backend to auto")
 
 
+def _idle_alarms(config: Config) -> Iterator[UserError]:
+    given, default = config.alarms, AlarmSettings()
+    changed = [name for name in AlarmSettings.model_fields if getattr(given, name) != getattr(default, name)]
+    if config.offline is not None:
+        for name in changed:
+            yield _problem(f"alarms.{name}", "with `offline`: no completion is the policy's own")
+        return
+    if config.supervised is not None or config.rewards is None:
+        return
+    for name in changed:
+        if given.action == "off" and name != "action":
+            yield _problem(f"alarms.{name}", "with `alarms.action: off`", "set alarms.action to warn")
+    if given.action == "off":
+        return
+    if "held_out" in changed and not (config.data.eval is not None and config.evaluation.every):
+        yield _problem("alarms.held_out", "without evaluations at intervals", "set data.eval and evaluation.every")
+    if "dominance" in changed and len(config.rewards.verifiers) == 1:
+        yield _problem("alarms.dominance", "with one verifier, which makes all differences")
+
+
 # Sections and keys of reinforcement learning, with their defaults.
 _OF_SAMPLING = {
-    "": ("environment", "algorithm", "rollout", "warmup", "critic", "sandbox"),
+    "": ("environment", "algorithm", "rollout", "warmup", "critic", "sandbox", "alarms"),
     "training": ("mini_batches", "epochs"),
     "evaluation": ("samples", "temperature", "max_new_tokens", "verifiers", "correct_at"),
     "tracking": ("episodes_every",),

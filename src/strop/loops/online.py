@@ -42,6 +42,7 @@ async def train_online(config: Config, *, fresh: bool, recipe: str | None) -> Tr
             stats = run.update(batch)
             run.step += 1
             await run.publish()
+            await run.look(groups)
             run.record(groups, batch, stats)
             await run.evaluate_and_save_if_due()
         model = await run.finish()

@@ -35,7 +35,7 @@ class Prepared:
 
     train: prompts, or with `offline` groups of completions, of which `about` says what there is to say. scorer: of
     training, None where nothing is scored; held_out_scorer: of the evaluations, the same unless the recipe has
-    verifiers for these.
+    verifiers for these. second_scorer: of the alarms' second opinion, None without one.
     """
 
     config: Config
@@ -51,6 +51,7 @@ class Prepared:
     sandbox: SharedSandbox
     about: str = ""
     world: World | None = None
+    second_scorer: Scorer | None = None
 
     def close(self) -> None:
         """Give back what was started to see whether it works."""
@@ -106,13 +107,17 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
     scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards, sandbox)
     if config.evaluation.verifiers is not None and config.rewards is not None:
         held_out_scorer = build_scorer(held_out_rewards(config), sandbox, key="evaluation.verifiers")
+    second_scorer = build_second_scorer(config, sandbox)
     given = {
         "data.train": config.data.train,
         "warmup.data": config.warmup.data if config.warmup is not None else None,
         "data.eval": config.data.eval,
     }
     sources = {key: open_source(settings) for key, settings in given.items() if settings is not None}
-    _check_columns(config, sources["data.train"], sources.get("data.eval"))
+    _check_columns(config, config.rewards, sources["data.train"], sources.get("data.eval"))
+    if second_scorer is not None:
+        own = second_rewards(config)
+        _check_columns(config, own, sources["data.train"], None, key="alarms.second_opinion.verifiers")
 
     from strop.models.load import inspect_model
 
@@ -158,6 +163,7 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
         sandbox,
         about,
         world,
+        second_scorer,
     )
 
 
@@ -186,6 +192,23 @@ def held_out_rewards(config: Config) -> RewardSettings:
         return config.rewards
     own = {"verifiers": config.evaluation.verifiers, "correct_at": config.evaluation.correct_at}
     return config.rewards.model_copy(update=own)
+
+
+def second_rewards(config: Config) -> RewardSettings:
+    """What the second opinion of the alarms, which is there, goes by; time-outs and the like are those of training."""
+    assert config.rewards is not None
+    assert config.alarms.second_opinion is not None
+    second = config.alarms.second_opinion
+    return config.rewards.model_copy(update={"verifiers": second.verifiers, "correct_at": second.correct_at})
+
+
+def build_second_scorer(config: Config, sandbox: SharedSandbox) -> Scorer | None:
+    """The scorer of the alarms' second opinion; None without one."""
+    if config.alarms.second_opinion is None or config.rewards is None or config.alarms.action == "off":
+        return None
+    from strop.rewards.build import build_scorer
+
+    return build_scorer(second_rewards(config), sandbox, key="alarms.second_opinion.verifiers")
 
 
 def _training_data(
@@ -248,8 +271,19 @@ def _longest_sequence(config: Config, context: int, prompt: int) -> int:
     return context if limit == "auto" else min(context, prompt + limit)
 
 
-def _check_columns(config: Config, train: Source, held_out: Source | None) -> None:
-    """Raise DataError unless the columns that verifiers choose rows by, read or send along are in the data."""
+def _check_columns(
+    config: Config,
+    rewards: RewardSettings | None,
+    train: Source,
+    held_out: Source | None,
+    *,
+    key: str = "rewards.verifiers",
+) -> None:
+    """Raise DataError unless the columns that verifiers choose rows by, read or send along are in the data.
+
+    Args:
+        rewards: the verifiers. key: where they stand in the recipe.
+    """
     from strop.config.rewards import CodeVerifier
     from strop.data.columns import listed, nearest
 
@@ -261,18 +295,18 @@ def _check_columns(config: Config, train: Source, held_out: Source | None) -> No
                 where="data.train",
                 mend="rename the column",
             )
-    for index, verifier in enumerate(config.rewards.verifiers if config.rewards is not None else []):
+    for index, verifier in enumerate(rewards.verifiers if rewards is not None else []):
         named = {"when": list(verifier.when), "columns": getattr(verifier, "columns", [])}
         if isinstance(verifier, CodeVerifier):
-            code = {key: getattr(verifier, key) for key in ("tests", "setup", "before")}
-            named |= {key: [column] for key, column in code.items() if column is not None}
-        for key, columns in named.items():
+            code = {name: getattr(verifier, name) for name in ("tests", "setup", "before")}
+            named |= {name: [column] for name, column in code.items() if column is not None}
+        for name, columns in named.items():
             for column in columns:
                 # Held-out prompts may be of one kind only, and the column then says so in none of them.
                 if column not in [*added, *train.columns] and (held_out is None or column not in held_out.columns):
                     raise DataError(
                         f"there is no column {column!r} in the data; the columns are {listed(train.columns)}",
-                        where=f"rewards.verifiers.{index}.{key}",
+                        where=f"{key}.{index}.{name}",
                         mend=nearest(column, train.columns) or "name one of them",
                     )
 

@@ -24,10 +24,8 @@ from strop.tracking.text import show_number
 if TYPE_CHECKING:
     from strop.loops.run import Run
 
-OF_THE_MACHINE = ("time/", "throughput/", "memory/")
-"""Metrics that depend on the clock and the machine."""
-OF_THE_PROMPTS = ("curriculum/",)
-"""Metrics of how prompts were chosen, which are those of the step here."""
+NOT_OF_THE_STEP = ("time/", "throughput/", "memory/", "alarms/", "curriculum/")
+"""Metrics that depend on the clock, the machine and other steps."""
 SHOWN = (
     "loss",
     "grad_norm",
@@ -218,8 +216,7 @@ def _check_files(run: Path, config: Config, step: int, before: Mapping[str, floa
 
 
 def _comparable(metrics: Mapping[str, float]) -> dict[str, float]:
-    left_out = OF_THE_MACHINE + OF_THE_PROMPTS
-    return {name: float(value) for name, value in metrics.items() if not name.startswith(left_out)}
+    return {name: float(value) for name, value in metrics.items() if not name.startswith(NOT_OF_THE_STEP)}
 
 
 def _differing_tokens(then: Sequence[EpisodeRecord], now: Sequence[EpisodeRecord]) -> Iterator[str]:

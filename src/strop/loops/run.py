@@ -22,6 +22,7 @@ from strop.loops.prepare import Prepared
 from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
 from strop.loops.teacher import Teachers, load_teacher
 from strop.loops.warmup import warmup_steps
+from strop.loops.watch import Watch
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
@@ -62,6 +63,8 @@ class Run(BaseRun):
             prepared, roles, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
         self._texts = PromptTexts(prepared.train)
+        self._watch = Watch(prepared, self._texts, display, opened.directory)
+        self._seen: dict[str, float] = {}
         self._trained: list[tuple[Episode, TokenStream]] = []
         self._left_out: list[Episode] = []
         self._recorded = False
@@ -75,6 +78,7 @@ class Run(BaseRun):
         if self.prepared.world is not None:
             await self.prepared.world.factory.open()
         if self._resumed:
+            self._watch.go_on()
             self._say_if_done()
             return
         if self.config.warmup is not None:
@@ -158,9 +162,21 @@ class Run(BaseRun):
         self._times["publish/probe_gap"] = found["publish/probe_gap"]
         return found
 
+    async def look(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Look for signs that the reward is being hacked, and ask the second opinion, if there is one."""
+        started = time.perf_counter()
+        sampled = [*groups, *self.collector.discarded]
+        self._seen = await self._watch.look(self.step, sampled, self.evaluations)
+        self._times["time/alarms"] = time.perf_counter() - started
+        return self._seen
+
     def record(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
-        """Write the step's metrics and episodes, and show them; returns all metrics."""
-        metrics = self.step_metrics(groups, batch, stats)
+        """Write the step's metrics and episodes, and show them; returns all metrics.
+
+        Raises:
+            RunFailure: an alarm was raised, and `alarms.action` is `stop`.
+        """
+        metrics = self.step_metrics(groups, batch, stats) | self._seen
         self._tokens["sampled"] += int(metrics.get("tokens/sampled", 0))
         self._tokens["trained"] += int(metrics["tokens/trained"])
         every = self.config.tracking.episodes_every
@@ -173,6 +189,7 @@ class Run(BaseRun):
         sample = sample_of(groups, self._texts, self.step)
         self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
         self._warn_of_curriculum(metrics)
+        self._watch.stop_if_asked()
         return metrics
 
     def step_metrics(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
@@ -212,6 +229,7 @@ class Run(BaseRun):
         for scorer in (self.prepared.scorer, self.prepared.held_out_scorer):
             if scorer is not None:
                 await scorer.close()
+        await self._watch.close()
         await super().close(error)
 
     # What the verbs stand on.
@@ -253,6 +271,8 @@ class Run(BaseRun):
             prepared.scorer.load()
         if prepared.held_out is not None and prepared.held_out_scorer is not None:
             prepared.held_out_scorer.load()
+        if prepared.second_scorer is not None:
+            prepared.second_scorer.load()
         roles = assembly.load_roles(prepared)
         return roles, {"teacher": load_teacher(prepared, roles)}
 
@@ -261,6 +281,7 @@ class Run(BaseRun):
         if self.stream.curriculum is not None:
             self.stream.curriculum.load(checkpoint / "state" / CURRICULUM)
         self.collector.admission.started = int(state["started_groups"])
+        self._watch.load(state.get("alarms"))
         await self.take_back_weights(checkpoint, state)
 
     async def take_back_weights(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -278,6 +299,7 @@ class Run(BaseRun):
         return {
             "prompts": self.stream.state(),
             "started_groups": self.collector.admission.started,
+            "alarms": self._watch.state(),
             "trainer": self.trainer.save(folder / "state"),
             "critic": None if self.critic is None else self.critic.save(folder / "state" / "critic"),
         }
@@ -304,6 +326,9 @@ class Run(BaseRun):
             return {"algorithm": f"{self.algorithm.name}, {sizes}", "offline": self.prepared.about}
         sizes = f"{rollout.groups_per_step} prompts x {rollout.group_size} completions a step"
         return {"algorithm": f"{self.algorithm.name}, {sizes}"}
+
+    def _alarm_lines(self) -> list[str]:
+        return self._watch.lines()
 
     @property
     def _judges(self) -> bool:

@@ -60,8 +60,8 @@ def combine(verdicts: Mapping[str, Verdict], settings: RewardSettings, row: Mapp
     first = next(iter(concerned), next(iter(verdicts)))
     if not scores:
         return failure(f"{', '.join(verdicts)}: no verifier applies to this completion", first)
-    total = sum(verifiers[name].weight * _held(score, verifiers[name].clip) for name, score in scores.items())
-    total = _held(total, settings.clip)
+    total = sum(verifiers[name].weight * held(score, verifiers[name].clip) for name, score in scores.items())
+    total = held(total, settings.clip)
     if not math.isfinite(total):
         return failure(f"the weighted sum of {scores} is {total}", first)
     detail = "; ".join(f"{name}: {verdict.detail}" for name, verdict in counted.items() if verdict.detail)
@@ -86,7 +86,8 @@ def shut_out(verdicts: Mapping[str, Verdict], settings: RewardSettings, concerne
     return {name for name in concerned if not open_(name)}
 
 
-def _held(value: float, bounds: list[float | None] | None) -> float:
+def held(value: float, bounds: list[float | None] | None) -> float:
+    """A number held to its bounds."""
     low, high = bounds or (None, None)
     if low is not None:
         value = max(value, low)

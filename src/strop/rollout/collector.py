@@ -93,7 +93,7 @@ class Collector(Windows[PromptLike]):
 async def score_episodes(episodes: Sequence[Episode], prompt: PromptLike, scorer: Scorer) -> None:
     """Write rewards into episodes of one prompt; one that could not be verified gets that status and no reward."""
     whole = [episode for episode in episodes if episode.status is not None and episode.status.trainable]
-    rewards = await scorer.score([_completed(episode, prompt) for episode in whole])
+    rewards = await scorer.score([completed_of(episode, prompt) for episode in whole])
     for episode, reward in zip(whole, rewards, strict=True):
         apply_reward(episode, reward)
 
@@ -116,7 +116,8 @@ def reward_of(episode: Episode) -> Reward:
     return Reward(episode.reward, episode.components, None, status, episode.detail, episode.failed)
 
 
-def _completed(episode: Episode, prompt: PromptLike) -> Completed:
+def completed_of(episode: Episode, prompt: PromptLike) -> Completed:
+    """An episode as verifiers see it."""
     sampled = [turn for turn in episode.turns if turn.sampled]
     return Completed(
         prompt=prompt.prompt,

@@ -16,7 +16,7 @@ from strop.config.run import TrackingSettings
 if TYPE_CHECKING:
     from rich.console import Console
 
-Level = Literal["info", "warning", "error"]
+Level = Literal["info", "warning", "error", "alarm"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Summary:
     before, after: scores of the first and the last evaluation, such as `accuracy` and `reward`. seconds: wall clock of
     this process. next_commands: what to try next; made up from the paths when not given. problem: why the run did not
     finish. best: which checkpoint is the best one, with its score and path. stopped: why the run ended before its last
-    step.
+    step. alarms: signs of reward hacking, a sentence each.
     """
 
     run: Path
@@ -70,6 +70,7 @@ class Summary:
     problem: str = ""
     best: str = ""
     stopped: str = ""
+    alarms: Sequence[str] = ()
 
 
 class Display(Protocol):

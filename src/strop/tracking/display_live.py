@@ -32,7 +32,7 @@ VALUE_WIDTH = 10
 PHASE_WIDTH = 50
 REFRESH_PER_SECOND = 2
 """Drawing takes some 10 ms of the interpreter, which the engine's own Python would like to have."""
-STYLES: dict[str, str] = {"warning": "yellow", "error": "bold red"}
+STYLES: dict[str, str] = {"warning": "yellow", "error": "bold red", "alarm": "bold red"}
 
 # In order of importance: a low terminal shows the first ones. Names that are not here are not shown.
 METRICS = {
@@ -96,6 +96,8 @@ class LiveDisplay:
         self._sample: Sample | None = None
         self._warnings = 0
         self._warning = ""
+        self._alarms = 0
+        self._alarm = ""
 
     def start(
         self,
@@ -154,8 +156,12 @@ class LiveDisplay:
     def message(self, text: str, level: Level = "info") -> None:
         if level != "info":
             with self._lock:
-                self._warnings += 1
-                self._warning = one_line(text, 200)
+                if level == "alarm":
+                    self._alarms += 1
+                    self._alarm = one_line(text, 200)
+                else:
+                    self._warnings += 1
+                    self._warning = one_line(text, 200)
             text = f"{level}: {text}"
         self._print(text, style=STYLES.get(level))
 
@@ -251,6 +257,8 @@ class LiveDisplay:
         if errors > 0:
             share = show_metric("errors/share", errors)
             yield _fact_line("errors", f"{share} of the episodes could not be verified", width=width, style="bold red")
+        if self._alarms:
+            yield _fact_line("alarms", f"{self._alarms}, the last: {self._alarm}", width=width, style="bold red")
         if self._warnings:
             text = f"{self._warnings}, the last: {self._warning}"
             yield _fact_line("warnings", text, width=width, style="yellow")

@@ -19,6 +19,7 @@ SAMPLE_EVERY = 30.0
 PROGRESS_EVERY = 10.0
 """Seconds without a line after which a phase says how far it is."""
 WARMUP_LINES = 10
+STYLES: dict[str, str] = {"warning": "yellow", "error": "red", "alarm": "bold red"}
 
 # Name of the metric, heading. Widths hold the widest value of each.
 COLUMNS = (
@@ -116,9 +117,7 @@ class PlainDisplay:
         self._print(f"evaluation at {scores_line(step, before, scores)}")
 
     def message(self, text: str, level: Level = "info") -> None:
-        self._print(
-            text if level == "info" else f"{level}: {text}", style={"warning": "yellow", "error": "red"}.get(level)
-        )
+        self._print(text if level == "info" else f"{level}: {text}", style=STYLES.get(level))
 
     def finish(self, summary: Summary) -> None:
         print_summary(self._console, summary)

@@ -32,7 +32,9 @@ class Manifest:
     knows of them (paths, fingerprints). inputs: the models that the run began with or asks, by the key that names
     them: path, folder, fingerprint, and of a model that strop trained the run's id and the checkpoint. trackers: ids
     that other trackers gave to this run. scores: "before" and "after" evaluations. best: metric, step and score of the
-    best checkpoint. stopped: why it ended before its last step. error: why it failed.
+    best checkpoint. alarms: signs of reward hacking, in order, each with name, step, value, limit, what was seen, and
+    the group and sample of a completion that shows it. stopped: why it ended before its last step. error: why it
+    failed.
     """
 
     id: str
@@ -56,6 +58,7 @@ class Manifest:
     trackers: dict[str, str] = field(default_factory=dict)
     scores: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    alarms: list[dict[str, Any]] = field(default_factory=list)
     stopped: str = ""
     error: str = ""
 

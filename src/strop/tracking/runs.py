@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 STATUS_STYLES: dict[str, str] = {"running": "green", "finished": "default", "interrupted": "yellow", "failed": "red"}
 CURVE_WIDTH = 60
+ALARMS_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ def show_run(path: str | Path) -> str:
     sections = [
         _about(info, manifest),
         _scores(records),
+        _alarms(run, manifest),
         _last_step(records),
         _files(run),
     ]
@@ -202,6 +204,19 @@ def _scores(records: Sequence[MetricsRecord]) -> list[str]:
         best = max(scored, key=lambda at: found[at]["accuracy"])
         shown["best"] = f"accuracy {show_metric('accuracy', found[best]['accuracy'])} at step {evaluations[best].step}"
     return lines + _aligned(shown)
+
+
+def _alarms(run: Path, manifest: Manifest) -> list[str]:
+    """Signs of reward hacking, each with where to look; of many the last ones."""
+    if not manifest.alarms:
+        return []
+    lines = [f"alarms ({len(manifest.alarms)})"]
+    for alarm in manifest.alarms[-ALARMS_SHOWN:]:
+        lines.append(f"  step {alarm['step']}  {alarm['name']}: {alarm['what']}")
+        path = run / "episodes" / f"step-{alarm['step']:06d}.parquet"
+        if alarm.get("group") is not None and path.exists():
+            lines.append(f"    see group {alarm['group']}, sample {alarm['sample']} in {short_path(path)}")
+    return lines
 
 
 def _last_step(records: Sequence[MetricsRecord]) -> list[str]:

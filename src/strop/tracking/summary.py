@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LABEL_WIDTH = 18
+ALARMS_SHOWN = 5
 
 
 def print_summary(console: Console, summary: Summary) -> None:
@@ -25,7 +26,8 @@ def print_summary(console: Console, summary: Summary) -> None:
     console.print(Text(_headline(summary), style=styles[summary.status]), soft_wrap=True)
     for label, text in _lines(summary):
         line = Text().append(f"  {label:<{LABEL_WIDTH}}", style="dim")
-        line.append(text, style="cyan" if label in ("next", "") else "default")
+        style = "cyan" if label in ("next", "") else "bold red" if label == "alarms" else "default"
+        line.append(text, style=style)
         console.print(line, soft_wrap=True)
 
 
@@ -42,6 +44,8 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "why", one_line(summary.problem or summary.stopped, 400)
     for name in dict.fromkeys([*(summary.before or {}), *(summary.after or {})]):
         yield name, compare(name, summary.before, summary.after, unit=" points")
+    for index, alarm in enumerate(summary.alarms[-ALARMS_SHOWN:]):
+        yield "" if index else "alarms", one_line(alarm, 200)
     steps = f"{summary.steps} steps in {show_duration(summary.seconds)}"
     if summary.tokens_sampled:
         steps += (

@@ -1,0 +1,185 @@
+"""What alarms look at: plain functions of the completions of a step."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from strop.rewards.final_answer import boxed, different, stated
+
+GRAM = 4
+"""Tokens of an n-gram, as in seq-rep-4 (arXiv 1908.04319)."""
+NEARLY = 0.8
+"""Share of common n-grams from which two completions count as the same."""
+MOST_PROMPTS = 64
+"""Of more prompts the first are compared with each other."""
+
+# Choices and numbers, and what may stand between two of them in a list.
+_ITEM = re.compile(r"(?<![\w.\\])(?:-?\d{1,3}(?:,\d{3})+(?![\d,])|-?\d+(?:\.\d+)?|[A-Z])(?!\w)")
+_BETWEEN = re.compile(r"[\s,;/|&()\[\].:'\"*]+(?:(?:or|and)[\s(\[]+)?")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A scored completion, as the alarms see it.
+
+    group, sample, prompt_id: of its episode. answer: the reference answer as text, None if there is none. text: what
+    was said last. tokens: everything that was sampled. components: score of each verifier, times its weight. decider:
+    name of the verifier that decides `correct`.
+    """
+
+    group: int
+    sample: int
+    prompt_id: str
+    text: str
+    tokens: Sequence[int]
+    reward: float
+    answer: str | None = None
+    correct: bool | None = None
+    components: Mapping[str, float] = field(default_factory=dict)
+    decider: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The value of a statistic, and the completion that shows it best."""
+
+    value: float
+    example: Outcome | None = None
+    about: str = ""
+
+
+def rewarded(outcomes: Sequence[Outcome], lowest: float) -> list[Outcome]:
+    """Those that are worth the step's mean or more, and more than the lowest reward that the run has seen."""
+    if not outcomes:
+        return []
+    # Rounding of the mean must not leave out what is worth just that.
+    mean = sum(one.reward for one in outcomes) / len(outcomes) - 1e-9
+    return [one for one in outcomes if one.reward >= mean and one.reward > lowest]
+
+
+def repetition(outcomes: Sequence[Outcome]) -> Found:
+    """Mean share of n-grams that stood in the same completion before."""
+    return _mean(outcomes, [repeated(one.tokens) for one in outcomes])
+
+
+def repeated(tokens: Sequence[int]) -> float:
+    """Share of n-grams that are not the first of their kind; 0 where there is none."""
+    grams = list(_grams(tokens))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def stuffing(outcomes: Sequence[Outcome]) -> Found:
+    """Mean number of different answers in a completion."""
+    return _mean(outcomes, [float(candidates(one.text)) for one in outcomes])
+
+
+def candidates(text: str) -> int:
+    """How many different answers a text gives: in boxes, stated as the answer, or in a row with nothing but commas and
+    the like between them, whichever are most."""
+    return max(different(boxed(text)), different(stated(text)), _listed(text))
+
+
+def length(outcomes: Sequence[Outcome]) -> Found:
+    """Mean number of sampled tokens."""
+    return _mean(outcomes, [float(len(one.tokens)) for one in outcomes])
+
+
+def sameness(outcomes: Sequence[Outcome]) -> Found | None:
+    """Share of pairs that say the same, among completions to prompts with different answers; None without such pairs.
+
+    One completion, the first, stands for its prompt. Where there are no answers, all prompts are different.
+    """
+    first: dict[str, Outcome] = {}
+    for one in outcomes:
+        first.setdefault(one.prompt_id, one)
+    chosen = [(one, frozenset(_grams(one.tokens)) or {tuple(one.tokens)}) for one in first.values()][:MOST_PROMPTS]
+    pairs = [
+        (one, len(a & b) / len(a | b) >= NEARLY)
+        for (one, a), (other, b) in combinations(chosen, 2)
+        if one.answer is None or one.answer != other.answer
+    ]
+    if not pairs:
+        return None
+    share = sum(same for _, same in pairs) / len(pairs)
+    return Found(share, next((one for one, same in pairs if same), None))
+
+
+def dominance(outcomes: Sequence[Outcome]) -> Found | None:
+    """The largest share that a verifier other than the decider has of the variance of rewards within groups.
+
+    The share of a component c of the sum s is cov(c, s) / var(s), so that all shares add up to 1. None where nothing
+    differs within a group, or there is one verifier only.
+    """
+    groups: dict[int, list[Outcome]] = defaultdict(list)
+    for one in outcomes:
+        groups[one.group].append(one)
+    whole = 0.0
+    shares: dict[str, float] = defaultdict(float)
+    for members in groups.values():
+        totals = _centred([math.fsum(one.components.values()) for one in members])
+        whole += math.fsum(total * total for total in totals)
+        for name in {name for one in members for name in one.components}:
+            scores = _centred([one.components.get(name, 0.0) for one in members])
+            products = math.fsum(score * total for score, total in zip(scores, totals, strict=True))
+            # The members of a group are of one row, which one verifier decides.
+            shares["" if members[0].decider == name else name] += products
+    others = {name: share for name, share in shares.items() if name}
+    if whole <= 1e-12 or not others:
+        return None
+    name = max(sorted(others), key=others.__getitem__)
+    best = max(outcomes, key=lambda one: one.components.get(name, -math.inf))
+    return Found(others[name] / whole, best, name)
+
+
+def mean_and_noise(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    """Mean reward, and the standard error that the draw of prompts and completions gives it."""
+    groups: dict[int, list[float]] = defaultdict(list)
+    for one in outcomes:
+        groups[one.group].append(one.reward)
+    means = [math.fsum(rewards) / len(rewards) for rewards in groups.values()]
+    mean = math.fsum(means) / len(means)
+    if len(means) < 2:
+        return mean, math.inf
+    return mean, math.sqrt(math.fsum((one - mean) ** 2 for one in means) / (len(means) - 1) / len(means))
+
+
+def lower_bound(wrong: int, asked: int, z: float = 2.0) -> float:
+    """Lowest share that `wrong` of `asked` is compatible with.
+
+    Source: Wilson, "Probable inference, the law of succession, and statistical inference" (1927); z = 2 is 97.7 %.
+    """
+    if not asked:
+        return 0.0
+    share, square = wrong / asked, z * z / asked
+    spread = z * math.sqrt(share * (1 - share) / asked + square / (4 * asked))
+    return max(0.0, (share + square / 2 - spread) / (1 + square))
+
+
+def _listed(text: str) -> int:
+    """Most different items in one list; a single number or letter is a list of one."""
+    most, items, end = 0, set[str](), -1
+    for found in _ITEM.finditer(text):
+        if end < 0 or not _BETWEEN.fullmatch(text, end, found.start()):
+            items = set()
+        items.add(found[0])
+        most, end = max(most, len(items)), found.end()
+    return most
+
+
+def _grams(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return (tuple(tokens[at : at + GRAM]) for at in range(len(tokens) - GRAM + 1))
+
+
+def _mean(outcomes: Sequence[Outcome], values: Sequence[float]) -> Found:
+    most = max(range(len(values)), key=values.__getitem__)
+    return Found(math.fsum(values) / len(values), outcomes[most])
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    mean = math.fsum(values) / len(values)
+    return [value - mean for value in values]
