@@ -386,6 +386,8 @@ def test_curves() -> None:
     assert sparkline(list(range(80)), 8) == BARS
     assert sparkline([0.1 + 0.2, 0.3, 0.3], 8) == "▄▄▄"
     assert sparkline([0, 7], 8, ascii_only=True) == "_@"
+    assert sparkline([-1.7e308, 1.7e308], 8) == "▁█"
+    assert sparkline([1.7e308, 1.7e308, 0, 0], 2) == "█▁"
 
 
 @given(st.text(), st.integers(1, 30))

@@ -80,9 +80,12 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
     known = [point for point in points if point is not None]
     if not known:
         return " " * len(points)
-    low, high = min(known), max(known)
+    # Scaled, since the distance of very large numbers may be more than the largest.
+    scale = max(map(abs, known)) or 1.0
+    points = [None if point is None else point / scale for point in points]
+    low, high = min(known) / scale, max(known) / scale
     # Averages of equal values differ in their last bits; that is not a curve.
-    constant = high - low <= 1e-9 * max(abs(low), abs(high))
+    constant = high - low <= 1e-9
     bars = ASCII_BARS if ascii_only else BARS
 
     def bar(point: float | None) -> str:
@@ -112,4 +115,4 @@ def one_line(text: str, width: int) -> str:
 
 def _mean(values: Sequence[float]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(known) / len(known) if known else None
+    return sum(value / len(known) for value in known) if known else None
