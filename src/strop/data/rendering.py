@@ -152,8 +152,13 @@ class Renderer:
         if not texts:
             return []
         # Masks and types are not needed, and leaving them out halves the time of a batch.
+        # What is too long is found and told by whoever asked, not by the tokenizer in the middle of the display.
         encoded = self._tokenizer(
-            list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )
         plain: list[list[int]] = encoded["input_ids"]
         if chat:
