@@ -79,17 +79,16 @@ def test_a_curriculum_is_compared_with_dynamic_sampling(tmp_path: Path) -> None:
     assert ways["dynamic sampling"]["tokens_sampled"] > ways["as it is"]["tokens_sampled"]
 
 
-def test_the_mix_is_half_solved_a_quarter_impossible_and_held_out_sums_are_others() -> None:
+def test_the_mix_is_half_copies_a_quarter_impossible_and_held_out_sums_are_others() -> None:
     benchmark = module("curriculum")
-    rows, kept = benchmark.mixed(400, seed=1), benchmark.held_out(50, seed=1)
-    firsts = [int(row["prompt"].partition("+")[0]) for row in rows]
-    assert sum(first < 50 for first in firsts) == 200
+    rows, kept = benchmark.mixed(400), benchmark.held_out(50)
+    assert sum("+" not in row["prompt"] for row in rows) == 200
     assert sum(row["answer"] == benchmark.IMPOSSIBLE for row in rows) == 100
     assert not {row["prompt"] for row in rows} & {row["prompt"] for row in kept}
-    shown = benchmark.shown(2000, seed=1)
+    shown = benchmark.shown(2000)
     wrong = [row for row in shown if eval(row["prompt"][:-1]) != int(row["answer"])]
-    assert 0.2 < len(wrong) / len(shown) < 0.4
-    assert all(int(row["prompt"].partition("+")[0]) >= 50 for row in wrong)
+    assert all("+" in row["prompt"] for row in wrong)
+    assert 0.4 < len(wrong) / len(shown) < 0.5
 
 
 def test_packing_computes_what_padding_does(tmp_path: Path) -> None:
