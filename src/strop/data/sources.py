@@ -12,13 +12,14 @@ import numpy as np
 from strop.config.data import Columns, DataSource
 from strop.data.columns import listed, nearest
 from strop.data.fingerprints import combined
+from strop.data.gym import PREFIX, open_gym
 from strop.data.huggingface import open_huggingface
 from strop.data.jsonl import JsonlSource
 from strop.data.parquet import ParquetSource
 from strop.data.rows import open_python
 from strop.errors import DataError
 
-Kind = Literal["jsonl", "parquet", "huggingface", "python"]
+Kind = Literal["jsonl", "parquet", "huggingface", "python", "reasoning_gym"]
 
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -135,6 +136,8 @@ def open_source(settings: DataSource) -> Source:
         source = open_huggingface(settings)
     elif kind == "python":
         source = open_python(settings)
+    elif kind == "reasoning_gym":
+        source = open_gym(settings)
     else:
         source = _open_files(settings, kind)
     if settings.limit is not None and settings.limit < len(source):
@@ -160,6 +163,8 @@ def require_column(source: Source, name: str, *, key: str) -> None:
 
 def detect(path: str) -> Kind:
     """What kind of dataset a path is, by its form and, for a file of unknown suffix, by its first bytes."""
+    if path.startswith(PREFIX):
+        return "reasoning_gym"
     place = Path(path).expanduser()
     if place.is_file():
         return SUFFIXES.get(place.suffix.lower()) or _detect_by_content(place)

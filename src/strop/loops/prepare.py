@@ -71,6 +71,7 @@ def prepare(config: Config) -> Prepared:
     check_idle(config)
 
     # What needs no torch comes first: importing it takes longer than most of these checks.
+    from strop.data.gym import check_apart
     from strop.data.sources import open_source
     from strop.rewards.build import build_scorer
     from strop.tracking.trackers import check_trackers
@@ -85,6 +86,8 @@ def prepare(config: Config) -> Prepared:
         "data.eval": config.data.eval,
     }
     sources = {key: open_source(settings) for key, settings in given.items() if settings is not None}
+    if config.data.eval is not None:
+        check_apart(config.data.train, config.data.eval)
     if config.rewards is not None:
         _check_columns(config.rewards, sources["data.train"], sources.get("data.eval"))
 
@@ -201,6 +204,8 @@ def _check_columns(rewards: RewardSettings, train: Source, held_out: Source | No
         if isinstance(verifier, CodeVerifier):
             code = {key: getattr(verifier, key) for key in ("tests", "setup", "before")}
             named |= {key: [column] for key, column in code.items() if column is not None}
+        if verifier.kind == "reasoning_gym":
+            named["kind"] = ["task", "metadata"]
         for key, columns in named.items():
             for column in columns:
                 # Held-out prompts may be of one kind only, and the column then says so in none of them.
