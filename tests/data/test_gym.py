@@ -80,7 +80,9 @@ print(open_gym(DataSource(path="{path}", arguments={{"size": 30}})).fingerprint)
     here = open_gym(DataSource(path=path, arguments={"size": 30})).fingerprint
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
         assert found.stdout.strip() == here
 
 

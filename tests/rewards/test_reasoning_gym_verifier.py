@@ -85,7 +85,9 @@ def test_what_the_answer_is() -> None:
 
 
 def test_arguments_that_scoring_depends_on_travel_with_the_row() -> None:
-    exact, loose = (rows("decimal_arithmetic", 1, min_num_decimal_places=n, max_num_decimal_places=n)[0] for n in (6, 2))
+    exact, loose = (
+        rows("decimal_arithmetic", 1, min_num_decimal_places=n, max_num_decimal_places=n)[0] for n in (6, 2)
+    )
     assert exact["task_arguments"] != loose["task_arguments"]
     for row in (exact, loose):
         near = str(float(row["answer"]) + 0.001)
@@ -118,9 +120,7 @@ async def test_in_workers_a_task_that_hangs_is_a_time_out_of_its_row_alone(
         "ChainSumDataset.score_answer = slow\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    settings = RewardSettings(
-        verifiers=[ReasoningGymVerifier(kind="reasoning_gym", timeout=3.0)], retries=0, workers=1
-    )
+    settings = RewardSettings(verifiers=[ReasoningGymVerifier(kind="reasoning_gym", timeout=3.0)], retries=0, workers=1)
     scorer = build_scorer(settings)
     made = rows("chain_sum")
     given = [

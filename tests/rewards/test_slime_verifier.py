@@ -126,7 +126,9 @@ def test_a_function_of_another_form_is_refused() -> None:
 
 async def test_it_runs_in_worker_processes_too() -> None:
     settings = RewardSettings(
-        verifiers=[SlimeVerifier(kind="slime", function="slime_rewards:matches", isolate="process", arguments={"scale": 1})],
+        verifiers=[
+            SlimeVerifier(kind="slime", function="slime_rewards:matches", isolate="process", arguments={"scale": 1})
+        ],
         workers=1,
     )
     scorer = build_scorer(settings)

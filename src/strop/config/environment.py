@@ -142,6 +142,3 @@ class PythonEnvironment(AnyEnvironment):
     """`module:Class`, called once for each episode."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of each call."""
-
-
-EnvironmentSettings = Annotated[ToolEnvironment | PythonEnvironment, Field(discriminator="kind")]

@@ -1,7 +1,8 @@
 """Tasks of Reasoning Gym as a source: `path: reasoning-gym:chain_sum`, or several, `reasoning-gym:chain_sum+countdown`.
 
 Rows have the columns `prompt`, `answer` (None where a task has many), `task`, `task_arguments` and `metadata`; the last
-three are for the verifier `reasoning_gym`. The package draws row i of a task from `seed + i`: sources of seeds that are near share rows.
+three are for the verifier `reasoning_gym`. The package draws row i of a task from `seed + i`: sources of seeds that are
+near share rows.
 """
 
 from __future__ import annotations
@@ -38,8 +39,7 @@ def open_gym(settings: DataSource) -> RowsSource:
     made = subprocess.run(
         [sys.executable, "-c", "from strop.data.gym_rows import main; main()"],
         input=json.dumps(request).encode(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         check=False,
     )
@@ -130,9 +130,7 @@ def _request(settings: DataSource) -> dict[str, Any]:
         own = dict(own)
         weight = own.pop("weight", 1.0)
         if type(weight) not in (int, float) or not weight > 0:
-            raise DataError(
-                f"the weight is {weight!r}", where=f"arguments.{name}.weight", mend="Use a number above 0."
-            )
+            raise DataError(f"the weight is {weight!r}", where=f"arguments.{name}.weight", mend="Use a number above 0.")
         for key in ("size", "seed"):
             if key in own:
                 raise DataError(
@@ -170,7 +168,7 @@ def _refused(failure: dict[str, Any], settings: DataSource) -> DataError:
     return DataError(
         f"Reasoning Gym refuses these arguments of {failure['task']!r}: {failure['error']}",
         where="arguments",
-        mend=f"`python -c 'import reasoning_gym as g; help(g.factory.DATASETS[\"{settings.path.removeprefix(PREFIX)}\"]"
+        mend=f'`python -c \'import reasoning_gym as g; help(g.factory.DATASETS["{settings.path.removeprefix(PREFIX)}"]'
         "[1])'` shows what there is."
         if "+" not in settings.path
         else "Change them.",

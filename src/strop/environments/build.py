@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.config.adapted_environments import EnvironmentSettings, GymnasiumEnvironment
 from strop.config.environment import (
     CalculatorTool,
     FunctionTool,
@@ -19,6 +20,7 @@ from strop.config.environment import (
 )
 from strop.config.sandbox import SandboxSettings
 from strop.environments.calculator import calculator
+from strop.environments.gymnasium import GymnasiumFactory
 from strop.environments.mcp import McpServer
 from strop.environments.protocol import Environment
 from strop.environments.python_tool import python_tool
@@ -162,7 +164,7 @@ class PythonFactory:
 
 
 def build_environments(
-    settings: ToolEnvironment | PythonEnvironment, template: str | None, sandbox: SandboxSettings | None = None
+    settings: EnvironmentSettings, template: str | None, sandbox: SandboxSettings | None = None
 ) -> Any:
     """The factory of a recipe's environments.
 
@@ -175,4 +177,6 @@ def build_environments(
     """
     if isinstance(settings, ToolEnvironment):
         return ToolFactory(settings, template, sandbox)
+    if isinstance(settings, GymnasiumEnvironment):
+        return GymnasiumFactory(settings)
     return PythonFactory(settings)

@@ -41,11 +41,13 @@ class Done:
     """The episode is over.
 
     error: what went wrong in the environment, None when it ended as it should. An episode with an error gets the status
-    `environment_error` and no reward. reward: of the last turn.
+    `environment_error` and no reward. reward: of the last turn. truncated: it was cut short, by a limit of the
+    environment's: the status is `length` then.
     """
 
     error: str | None = None
     reward: float | None = None
+    truncated: bool = False
 
 
 class Environment(Protocol):

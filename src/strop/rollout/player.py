@@ -145,6 +145,7 @@ class _Game:
                 conversation.said(said.text, self.episode.turns[turn].tokens.tolist(), turn)
                 if answer.error is not None:
                     raise _Failed(Status.ENVIRONMENT_ERROR, answer.error)
+                finish = "length" if answer.truncated else finish
                 break
             conversation.said(said.text, self.episode.turns[turn].tokens.tolist(), turn, answer.turn)
             place = self._observe(conversation, answer)

@@ -1,0 +1,60 @@
+"""`environment:` kinds that speak the language of other frameworks, and with them all kinds there are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from strop.config.base import NonNegativeFloat
+from strop.config.environment import AnyEnvironment, PythonEnvironment, ToolEnvironment
+
+
+class ActingEnvironment(AnyEnvironment):
+    """What environments have whose turns are actions."""
+
+    observation: str = "{observation}"
+    """What the policy reads after an action: a template with `{observation}`, `{reward}` and `{step}` (actions so
+    far)."""
+    opening: str = "{prompt}\n{observation}"
+    """What the policy reads first: a template with `{observation}` and the columns of the row. A `prompt` that is a
+    list of messages stands before it."""
+    malformed: Literal["answer", "end"] = "answer"
+    """What a turn without an action gets: an answer that says what the actions are, or the end of the episode."""
+    malformed_penalty: NonNegativeFloat = 0.0
+    """Taken off the reward of a turn without an action (verifier `environment`)."""
+
+
+class GymnasiumEnvironment(ActingEnvironment):
+    """An environment of Gymnasium (extra `gymnasium`) whose actions can be written: discrete ones, or texts."""
+
+    kind: Literal["gymnasium"]
+    """Act in an environment of Gymnasium."""
+    id: str
+    """Its id, `FrozenLake-v1`, or `module:Id-v0` for one that a module registers."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `gymnasium.make`."""
+    render: Literal["auto", "ansi", "observation"] = "auto"
+    """What `{observation}` is: the picture in characters that the environment renders, what is coloured in it in
+    brackets, or the observation itself; `auto` is the picture if there is one."""
+    actions: Annotated[list[str], Field(min_length=2)] | None = None
+    """Names of the actions, in order; their numbers when not set."""
+    take: Literal["last", "first", "only", "whole"] = "last"
+    """Which action of a turn counts, if there are several; with `only` several are as none, and with `whole` the turn
+    must be the action and nothing else."""
+    seed: str = "seed"
+    """Column with the seed of the episode; of a row without it the seed follows from its content. All completions of a
+    prompt begin in the same state."""
+
+    @model_validator(mode="after")
+    def _actions_differ(self) -> Self:
+        lowered = [name.strip().lower() for name in self.actions or []]
+        if "" in lowered or len(set(lowered)) < len(lowered):
+            raise ValueError("`actions` needs a different name for each action")
+        return self
+
+
+EnvironmentSettings = Annotated[
+    ToolEnvironment | PythonEnvironment | GymnasiumEnvironment,
+    Field(discriminator="kind"),
+]
