@@ -54,7 +54,31 @@ class GymnasiumEnvironment(ActingEnvironment):
         return self
 
 
+class DrivenEnvironment(AnyEnvironment):
+    """What environments have that drive themselves: `max_turns` and the limits of tokens bound what they may ask for,
+    and `step_timeout` the time between two requests."""
+
+    @model_validator(mode="after")
+    def _has_its_own_history(self) -> Self:
+        if self.keep_history:
+            raise ValueError("`keep_history` has no effect: this environment makes its own history")
+        return self
+
+
+class SlimeEnvironment(DrivenEnvironment):
+    """A generate function as slime has them, `async def generate(args, sample, sampling_params) -> Sample`."""
+
+    kind: Literal["slime"]
+    """Let a function of slime's form make each completion."""
+    generate: str
+    """`module:function`, importable from the working folder or the Python path."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """More of what `args` holds."""
+    prompt: Literal["rendered", "given"] = "rendered"
+    """What `sample.prompt` is: the text that the model reads, or the prompt as the data has it."""
+
+
 EnvironmentSettings = Annotated[
-    ToolEnvironment | PythonEnvironment | GymnasiumEnvironment,
+    ToolEnvironment | PythonEnvironment | GymnasiumEnvironment | SlimeEnvironment,
     Field(discriminator="kind"),
 ]

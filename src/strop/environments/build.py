@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.config.adapted_environments import EnvironmentSettings, GymnasiumEnvironment
+from strop.config.adapted_environments import EnvironmentSettings, GymnasiumEnvironment, SlimeEnvironment
 from strop.config.environment import (
     CalculatorTool,
     FunctionTool,
@@ -25,6 +25,7 @@ from strop.environments.mcp import McpServer
 from strop.environments.protocol import Environment
 from strop.environments.python_tool import python_tool
 from strop.environments.retrieval import Passages
+from strop.environments.slime import SlimeFactory
 from strop.environments.tool_use import ToolUse, instructions, make_style
 from strop.environments.tools import Tool, function_tool
 from strop.errors import UserError
@@ -179,4 +180,6 @@ def build_environments(
         return ToolFactory(settings, template, sandbox)
     if isinstance(settings, GymnasiumEnvironment):
         return GymnasiumFactory(settings)
+    if isinstance(settings, SlimeEnvironment):
+        return SlimeFactory(settings)
     return PythonFactory(settings)

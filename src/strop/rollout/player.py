@@ -9,10 +9,12 @@ from typing import Any, Protocol, TypeVar
 
 from strop.config.environment import AnyEnvironment
 from strop.environments.conversation import Conversation
+from strop.environments.driven import Driver
 from strop.environments.protocol import Done, Environment, EnvironmentFactory, Observation, PolicyTurn
 from strop.errors import StropError
 from strop.rollout.engine import Engine, SampleRequest, SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
+from strop.rollout.hosted import Failed, Host
 
 T = TypeVar("T")
 ENVIRONMENT = "environment"
@@ -83,11 +85,25 @@ class Player:
         environment = self._world.factory.make()
         try:
             async with asyncio.timeout(self._world.settings.episode_timeout):
-                await _Game(self, self._world, environment, episode, prompt, settings, stream).play()
+                if isinstance(environment, Driver):
+                    await self._host(environment, episode, prompt, settings, stream)
+                else:
+                    await _Game(self, self._world, environment, episode, prompt, settings, stream).play()
         except TimeoutError:
             _fail(episode, Status.TIMEOUT, f"the episode took longer than {self._world.settings.episode_timeout:g} s")
         finally:
             await _closed(environment, self._world.settings.step_timeout)
+
+    async def _host(
+        self, driver: Driver, episode: Episode, prompt: PromptLike, settings: SampleSettings, stream: tuple[int, ...]
+    ) -> None:
+        assert self._world is not None
+        limits, context = self._world.settings, self._world.context
+        host = Host(self._engine, self._tokenizer, limits, context, episode, prompt, settings, stream)
+        try:
+            await host.play(driver)
+        except Failed as failure:
+            _fail(episode, failure.status, failure.detail)
 
     async def _sample(
         self, episode: Episode, parent: TurnId, tokens: Sequence[int], settings: SampleSettings, stream: tuple[int, ...]
@@ -120,7 +136,7 @@ class _Game:
             place = self.episode.append_prompt(conversation.begin())
             conversation.place(place)
             await self._turns(conversation, place)
-        except _Failed as failure:
+        except Failed as failure:
             _fail(self.episode, failure.status, failure.detail)
 
     async def _turns(self, conversation: Conversation, place: TurnId) -> None:
@@ -144,7 +160,7 @@ class _Game:
             if isinstance(answer, Done):
                 conversation.said(said.text, self.episode.turns[turn].tokens.tolist(), turn)
                 if answer.error is not None:
-                    raise _Failed(Status.ENVIRONMENT_ERROR, answer.error)
+                    raise Failed(Status.ENVIRONMENT_ERROR, answer.error)
                 finish = "length" if answer.truncated else finish
                 break
             conversation.said(said.text, self.episode.turns[turn].tokens.tolist(), turn, answer.turn)
@@ -158,7 +174,7 @@ class _Game:
         try:
             found = conversation.extend(answer.messages)
         except StropError as error:
-            raise _Failed(Status.ENVIRONMENT_ERROR, str(error)) from error
+            raise Failed(Status.ENVIRONMENT_ERROR, str(error)) from error
         if found.parent is None:
             place = self.episode.append_prompt(found.tokens)
         else:
@@ -196,19 +212,11 @@ class _Game:
         try:
             return await asyncio.wait_for(work, limit)
         except TimeoutError:
-            raise _Failed(Status.TIMEOUT, f"the environment took longer than {limit:g} s for one answer") from None
+            raise Failed(Status.TIMEOUT, f"the environment took longer than {limit:g} s for one answer") from None
         except StropError:
             raise
         except Exception as error:
-            raise _Failed(Status.ENVIRONMENT_ERROR, f"{type(error).__name__}: {error}") from error
-
-
-class _Failed(Exception):
-    """The environment failed."""
-
-    def __init__(self, status: Status, detail: str) -> None:
-        super().__init__(detail)
-        self.status, self.detail = status, detail
+            raise Failed(Status.ENVIRONMENT_ERROR, f"{type(error).__name__}: {error}") from error
 
 
 def _fail(episode: Episode, status: Status, detail: str) -> None:
