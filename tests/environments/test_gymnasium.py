@@ -105,7 +105,7 @@ async def test_a_turn_without_an_action_is_answered_or_ends_the_episode() -> Non
     assert answered.reward == -0.5
     assert "left, down, right, up" in answered.messages[0]["content"]
     assert (await played(factory(malformed="end", malformed_penalty=0.5), "hm"))[-1] == Done(reward=-0.5)
-    assert (await played(factory(malformed="end"), "hm"))[-1] == Done()
+    assert (await played(factory(malformed="end"), "hm"))[-1] == Done(reward=0.0)
 
 
 async def test_a_limit_of_the_environment_s_truncates() -> None:

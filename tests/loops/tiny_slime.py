@@ -70,6 +70,7 @@ async def by_text(args: Any, sample: Any, sampling_params: dict[str, Any], evalu
     sample.tokens, sample.response_length, sample.loss_mask = prompt_ids + ids, len(ids), mask
     sample.response, sample.status = text[len(sample.prompt) :], Sample.Status.COMPLETED
     sample.metadata["evaluation"] = evaluation
+    sample.reward = sample.response.count("1") / 4
     return sample
 
 

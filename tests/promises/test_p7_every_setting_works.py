@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -195,9 +195,14 @@ def doors(**changes: Any) -> dict[str, Any]:
             "model.create.context": 96,
             "data": {"train": {"path": "doors.jsonl"}, "render": "text"},
             "rollout.group_size": 8,
-            "rollout.max_new_tokens": 8,
+            "rollout.max_new_tokens": 9,
             "rewards.verifiers": [{"kind": "environment"}],
-            "environment": {"kind": "gymnasium", "id": "tiny_gym:Doors-v0", "opening": "{observation}:"},
+            "environment": {
+                "kind": "gymnasium",
+                "id": "tiny_gym:Doors-v0",
+                "opening": "{observation}:",
+                "max_turn_tokens": 3,
+            },
         }
     )
     for key, value in changes.items():
@@ -753,7 +758,7 @@ TABLE: dict[str, Case] = {
     "environment[tools].step_timeout": Case(0.01, "outcome", "dawdling", says="the environment failed in"),
     "environment[tools].episode_timeout": Case(0.01, "outcome", "dawdling", says="the environment failed in"),
     "environment[tools].keep_history": Case(True, context="forgetful tools"),
-    "environment[python].kind": Case(TOOLS, context="asked"),
+    "environment[python].kind": Case(TOOLS, "outcome", "asked", says="no verifier applies"),
     "environment[python].max_turns": Case(1, context="asked"),
     "environment[python].max_turn_tokens": Case(2, context="asked"),
     "environment[python].max_tokens": Case(4, context="asked"),
@@ -1031,8 +1036,8 @@ def _models(folder: Path) -> None:
         if name == "forgetful":
             # Of what the policy said, only the end is left once it is history.
             tokenizer.chat_template = (
-                "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'u:' + m['content'] }}{% else %}"
-                "{{ m['content'].split('+')[-1] }}{% endif %}{% endfor %}"
+                "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'u:' + m['content'] }}"
+                "{% elif m['role'] == 'assistant' %}{{ m['content'].split('+')[-1] }}{% endif %}{% endfor %}"
             )
         if name == "chat":
             tokenizer.chat_template = "{% for m in messages %}{{ 'u:' + m['content'] }}{% endfor %}"
@@ -1088,7 +1093,7 @@ def changed(leaf: str, case: Case) -> dict[str, Any]:
     put(
         data,
         key.removesuffix(".kind")
-        if leaf.startswith(("rewards.", "evaluation.", "environment."))
+        if leaf.startswith(("rewards.", "evaluation.", "environment"))
         and isinstance(case.new, dict)
         and leaf.endswith(".kind")
         else key,
@@ -1112,7 +1117,7 @@ def walked() -> list[str]:
 def test_every_key_is_in_the_table_and_no_other() -> None:
     assert sorted(walked()) == sorted(TABLE)
     training, evaluation = (found.model_fields["verifiers"] for found in (RewardSettings, EvaluationSettings))
-    assert evaluation.annotation == training.annotation | None
+    assert get_args(get_args(evaluation.annotation)[0])[0] == training.annotation
 
 
 @pytest.mark.parametrize("leaf", walked())
@@ -1131,6 +1136,8 @@ def test_key(leaf: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert re.search(case.says, str(found.error)), found.error
         return
     base = base_of(case.context, capture)
+    assert base.parts["outcome"] == "finished" or case.shows == "outcome", base.error
+    assert found.parts["outcome"] == "finished" or case.shows == "outcome", found.error
     assert differ(base.parts[case.shows], found.parts[case.shows]), f"{leaf} = {case.new!r} has no effect"
     if case.shows == "outcome":
         assert "finished" in (base.parts["outcome"], found.parts["outcome"])

@@ -68,7 +68,8 @@ class Shown:
 
     def malformed(self, wanted: str) -> Observation | Done:
         """What a turn without an action gets. wanted: what would have been one."""
-        penalty = -self._settings.malformed_penalty if self._settings.malformed_penalty else None
+        # A reward even where it is none: an episode without any action is worth 0, not nothing.
+        penalty = 0.0 - self._settings.malformed_penalty
         if self._settings.malformed == "end":
             return Done(reward=penalty)
         return Observation([{"role": "user", "content": f"That is no action. {wanted}"}], penalty)

@@ -91,8 +91,9 @@ class SglangPolicy:
         return [stop] if isinstance(stop, str) else list(stop)
 
     def _tokenised(self, text: str) -> list[int]:
+        # Of equal texts the latest: what was sampled may have no text, as the token that ends a turn.
         known, tokens = max(
-            ((begin, ids) for begin, ids in self._known if begin and text.startswith(begin)),
+            ((begin, ids) for begin, ids in reversed(self._known) if begin and text.startswith(begin)),
             key=lambda one: len(one[0]),
             default=("", []),
         )
