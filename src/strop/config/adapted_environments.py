@@ -54,19 +54,11 @@ class GymnasiumEnvironment(ActingEnvironment):
         return self
 
 
-class DrivenEnvironment(AnyEnvironment):
-    """What environments have that drive themselves: `max_turns` and the limits of tokens bound what they may ask for,
-    and `step_timeout` the time between two requests."""
+class SlimeEnvironment(AnyEnvironment):
+    """A generate function as slime has them, `async def generate(args, sample, sampling_params) -> Sample`.
 
-    @model_validator(mode="after")
-    def _has_its_own_history(self) -> Self:
-        if self.keep_history:
-            raise ValueError("`keep_history` has no effect: this environment makes its own history")
-        return self
-
-
-class SlimeEnvironment(DrivenEnvironment):
-    """A generate function as slime has them, `async def generate(args, sample, sampling_params) -> Sample`."""
+    `max_turns` bounds its requests, and `step_timeout` the time between them.
+    """
 
     kind: Literal["slime"]
     """Let a function of slime's form make each completion."""
@@ -77,8 +69,34 @@ class SlimeEnvironment(DrivenEnvironment):
     prompt: Literal["rendered", "given"] = "rendered"
     """What `sample.prompt` is: the text that the model reads, or the prompt as the data has it."""
 
+    @model_validator(mode="after")
+    def _has_its_own_history(self) -> Self:
+        if self.keep_history:
+            raise ValueError("`keep_history` has no effect: the function makes the history itself")
+        return self
+
+
+class VerifiersEnvironment(AnyEnvironment):
+    """An environment of the package `verifiers` (extra `verifiers`), with its agents, tools and rewards.
+
+    The data is `verifiers:TASKSET`. `max_turns` bounds the requests of an episode, and `step_timeout` the time between
+    them.
+    """
+
+    kind: Literal["verifiers"]
+    """Let an environment of `verifiers` play the episodes."""
+    taskset: str
+    """Id of an installed taskset, or of a module that exports one."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """More fields of the taskset's configuration; those of the data source unless it says otherwise."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """More fields of the environment's configuration, such as `{id: best-of-n}` or `{agent: {max_turns: 3}}`. An agent
+    without a harness gets one that chats and calls the tools, on this machine."""
+    style: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    """How calls of tools are written; `auto` reads the chat template."""
+
 
 EnvironmentSettings = Annotated[
-    ToolEnvironment | PythonEnvironment | GymnasiumEnvironment | SlimeEnvironment,
+    ToolEnvironment | PythonEnvironment | GymnasiumEnvironment | SlimeEnvironment | VerifiersEnvironment,
     Field(discriminator="kind"),
 ]

@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.config.adapted_environments import EnvironmentSettings, GymnasiumEnvironment, SlimeEnvironment
+from strop.config.adapted_environments import (
+    EnvironmentSettings,
+    GymnasiumEnvironment,
+    SlimeEnvironment,
+    VerifiersEnvironment,
+)
 from strop.config.environment import (
     CalculatorTool,
     FunctionTool,
@@ -28,6 +33,7 @@ from strop.environments.retrieval import Passages
 from strop.environments.slime import SlimeFactory
 from strop.environments.tool_use import ToolUse, instructions, make_style
 from strop.environments.tools import Tool, function_tool
+from strop.environments.verifiers import VerifiersFactory
 from strop.errors import UserError
 from strop.rewards.python import load_function
 from strop.sandbox.build import make_sandbox
@@ -180,6 +186,8 @@ def build_environments(
         return ToolFactory(settings, template, sandbox)
     if isinstance(settings, GymnasiumEnvironment):
         return GymnasiumFactory(settings)
+    if isinstance(settings, VerifiersEnvironment):
+        return VerifiersFactory(settings, template)
     if isinstance(settings, SlimeEnvironment):
         return SlimeFactory(settings)
     return PythonFactory(settings)

@@ -30,7 +30,8 @@ class Policy(Protocol):
 
     prompt: as the data has it. rendered: the text of it that the model reads, and tokens its ids. answer, row: of the
     data. max_new_tokens: what all requests of the episode may have together. context: longest sequence of the model.
-    temperature, stop: of every request. group, sample: which episode this is. evaluation: whether it is only scored.
+    temperature, stop: of every request. group, sample_index: which episode this is. evaluation: whether it is only
+    scored. renderer: makes text of messages. end_ids: tokens that end a turn.
     """
 
     prompt: Any
@@ -46,6 +47,8 @@ class Policy(Protocol):
     sample_index: int
     evaluation: bool
     tokenizer: Any
+    renderer: Any
+    end_ids: frozenset[int]
 
     async def sample(
         self, tokens: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()
@@ -57,11 +60,13 @@ class Policy(Protocol):
 @dataclass(frozen=True)
 class Path:
     """A sequence that is to be trained: token ids, how many of them are the prompt, and which of the others are
-    trained. All trained ones must have been sampled behind exactly the tokens that stand before them."""
+    trained. All trained ones must have been sampled behind exactly the tokens that stand before them. reward: of this
+    path alone."""
 
     tokens: Sequence[int]
     prompt: int
     trained: Sequence[bool]
+    reward: float | None = None
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 HOST = "127.0.0.1"
 LARGEST_BODY = 256 * 2**20
-Answer = Callable[[Any], Awaitable[Any]]
+Answer = Callable[[Any, Mapping[str, str]], Awaitable[Any]]
 
 
 class Loopback:
-    """Serves some paths, each by a coroutine function of the JSON that was posted.
+    """Serves some paths, each by a coroutine function of the JSON that was posted and the headers, in lower case.
 
     A ValueError in one of them is answered with status 400, any other exception with 500; `{"error": {"message": ...}}`
     says what it was.
@@ -57,12 +57,12 @@ class Loopback:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request and its answer; whether another may follow."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        method, path, version = head[0].split(" ", 2)
+        _, path, version = head[0].split(" ", 2)
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
         if headers.get("expect", "").lower() == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await _body(reader, headers)
-        status, answer = await self._answer(method, path.partition("?")[0], body)
+        status, answer = await self._answer(path.partition("?")[0], headers, body)
         payload = json.dumps(answer).encode()
         keep = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
         writer.write(
@@ -73,7 +73,7 @@ class Loopback:
         await writer.drain()
         return keep
 
-    async def _answer(self, method: str, path: str, body: bytes) -> tuple[str, Any]:
+    async def _answer(self, path: str, headers: Mapping[str, str], body: bytes) -> tuple[str, Any]:
         route = self._routes.get(path)
         if route is None:
             return "404 Not Found", _error(f"there is no {path}; there are {', '.join(self._routes)}")
@@ -82,7 +82,7 @@ class Loopback:
         except ValueError as error:
             return "400 Bad Request", _error(f"the body is not JSON: {error}")
         try:
-            return "200 OK", await route(given)
+            return "200 OK", await route(given, headers)
         except (ValueError, KeyError, TypeError) as error:
             return "400 Bad Request", _error(str(error) or type(error).__name__)
         except Exception as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import threading
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from strop.config.adapted_environments import SlimeEnvironment
 from strop.environments.driven import Driven, Path, Policy
 from strop.environments.loopback import HOST, Loopback
+from strop.environments.own_loop import OwnLoop
 from strop.environments.sglang import SglangPolicy
 from strop.errors import UserError
 from strop.rewards.python import load_function
@@ -44,32 +44,22 @@ class SlimeFactory:
             raise UserError(
                 f"{settings.generate!r} takes other arguments: {error}", where=f"{where}.generate", mend=wanted
             ) from error
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop = OwnLoop("strop-slime")
         self._copies: dict[int, Any] = {}
 
     def make(self) -> SlimeEpisode:
-        return SlimeEpisode(self._function, self._settings, self._own_loop(), self._copy)
+        return SlimeEpisode(self._function, self._settings, self._loop, self._copy)
 
     async def open(self) -> None: ...
 
     async def close(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = self._thread = None
+        self._loop.stop()
 
     def _copy(self, tokenizer: Any) -> Any:
         """A tokenizer for the functions' thread: one object must not serve two threads at a time."""
         if id(tokenizer) not in self._copies:
             self._copies[id(tokenizer)] = copy.deepcopy(tokenizer)
         return self._copies[id(tokenizer)]
-
-    def _own_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="strop-slime", daemon=True)
-            self._thread.start()
-        return self._loop
 
 
 class SlimeEpisode:
@@ -79,7 +69,7 @@ class SlimeEpisode:
         self,
         function: Callable[..., Awaitable[Any]],
         settings: SlimeEnvironment,
-        loop: asyncio.AbstractEventLoop,
+        loop: OwnLoop,
         copied: Callable[[Any], Any],
     ) -> None:
         self._function = function
@@ -97,7 +87,7 @@ class SlimeEpisode:
             """The policy, from the function's loop."""
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(served.generate(payload), home))
 
-        self._server = Loopback({"/generate": served.generate})
+        self._server = Loopback({"/generate": lambda payload, _: served.generate(payload)})
         port = await self._server.open()
         address = f"http://{HOST}:{port}/generate"
         self._answers = lambda url, payload: generate(payload) if url == address else None
@@ -108,7 +98,7 @@ class SlimeEpisode:
         if "evaluation" in inspect.signature(self._function).parameters:
             keywords["evaluation"] = policy.evaluation
         work = self._called(args, sample, served.params(), keywords)
-        found = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        found = await self._loop.run(work)
         return _driven(args, found, policy)
 
     async def close(self) -> None:

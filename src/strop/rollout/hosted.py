@@ -42,8 +42,7 @@ class Host:
         self,
         engine: Engine,
         tokenizer: Any,
-        limits: AnyEnvironment,
-        context: int,
+        world: Any,
         episode: Episode,
         prompt: Any,
         settings: SampleSettings,
@@ -52,12 +51,13 @@ class Host:
         self.prompt, self.tokens, self.answer, self.row = prompt.prompt, list(prompt.tokens), prompt.answer, prompt.row
         self.rendered = getattr(prompt, "text", None) or tokenizer.decode(self.tokens, skip_special_tokens=False)
         self.max_new_tokens, self.temperature, self.stop = settings.max_new_tokens, settings.temperature, settings.stop
-        self.context, self.tokenizer = context, tokenizer
+        self.context, self.tokenizer = world.context, tokenizer
+        self.renderer, self.end_ids = world.renderer, world.end_ids
         self.group, self.sample_index = episode.group, episode.sample
         # The streams of evaluations begin below zero, those of training with the number of a group.
         self.evaluation = stream[0] < 0
         self._engine = engine
-        self._limits = limits
+        self._limits: AnyEnvironment = world.settings
         self._episode = episode
         self._settings = settings
         self._stream = stream
@@ -81,7 +81,7 @@ class Host:
             raise Failed(Status.ENVIRONMENT_ERROR, found.error)
         last = self._write(found.paths)
         if found.reward is not None:
-            self._episode.turn_rewards[last] = float(found.reward)
+            self._episode.turn_rewards[last] = float(found.reward) + self._episode.turn_rewards.get(last, 0.0)
         self._episode.completion = found.text if found.text is not None else self._text(self._notes[-1].result.tokens)
         self._episode.messages = found.messages
         self._episode.status = Status(found.finish)
@@ -167,7 +167,10 @@ class Host:
         last: TurnId | None = None
         for path in paths:
             written = self._write_path(path, taken)
-            last = last if written is None else written
+            if written is not None:
+                last = written
+                if path.reward is not None:
+                    self._episode.turn_rewards[written] = float(path.reward)
         if last is None:
             raise Failed(Status.ENVIRONMENT_ERROR, "the environment says of no sampled token that it is to be trained")
         return last

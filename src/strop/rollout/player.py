@@ -98,8 +98,7 @@ class Player:
         self, driver: Driver, episode: Episode, prompt: PromptLike, settings: SampleSettings, stream: tuple[int, ...]
     ) -> None:
         assert self._world is not None
-        limits, context = self._world.settings, self._world.context
-        host = Host(self._engine, self._tokenizer, limits, context, episode, prompt, settings, stream)
+        host = Host(self._engine, self._tokenizer, self._world, episode, prompt, settings, stream)
         try:
             await host.play(driver)
         except Failed as failure:
