@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.config.base import NonNegativeFloat
+from strop.config.base import NonNegativeFloat, PositiveInt
 from strop.config.environment import AnyEnvironment, PythonEnvironment, ToolEnvironment
 
 
@@ -54,6 +55,38 @@ class GymnasiumEnvironment(ActingEnvironment):
         return self
 
 
+class OpenEnvEnvironment(ActingEnvironment):
+    """An environment of OpenEnv, on a server that runs (extra `openenv`)."""
+
+    kind: Literal["openenv"]
+    """Act in an environment of OpenEnv."""
+    url: str
+    """Address of the server, `http://host:port`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """What the environment's `reset` is given beside the seed."""
+    action: dict[str, Any] = Field(default_factory=lambda: {"message": "{action}"})
+    """The action as the server takes it; a text `{action}` in it stands for the turn, or for the number of the action
+    where `actions` names some."""
+    actions: Annotated[list[str], Field(min_length=2)] | None = None
+    """Names of the actions, in the order of their numbers from 0; every turn is an action when not set."""
+    take: Literal["last", "first", "only", "whole"] = "last"
+    """Which action of a turn counts, as for Gymnasium."""
+    show: str | None = None
+    """Field of the observation that the policy reads; all of them when not set."""
+    seed: str = "seed"
+    """Column with the seed of the episode; of a row without it the seed follows from its content."""
+    sessions: PositiveInt = 1
+    """Episodes that are played at the same time; a server has a largest number, often 1."""
+
+    @model_validator(mode="after")
+    def _action_is_there(self) -> Self:
+        if "{action}" not in json.dumps(self.action):
+            raise ValueError("`action` needs the text `{action}`, which stands for the turn")
+        if self.actions is None and self.take != "last":
+            raise ValueError("`take` has no effect without `actions`")
+        return self
+
+
 class SlimeEnvironment(AnyEnvironment):
     """A generate function as slime has them, `async def generate(args, sample, sampling_params) -> Sample`.
 
@@ -97,6 +130,11 @@ class VerifiersEnvironment(AnyEnvironment):
 
 
 EnvironmentSettings = Annotated[
-    ToolEnvironment | PythonEnvironment | GymnasiumEnvironment | SlimeEnvironment | VerifiersEnvironment,
+    ToolEnvironment
+    | PythonEnvironment
+    | GymnasiumEnvironment
+    | OpenEnvEnvironment
+    | SlimeEnvironment
+    | VerifiersEnvironment,
     Field(discriminator="kind"),
 ]

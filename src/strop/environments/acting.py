@@ -8,6 +8,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import xxhash
+
 from strop.config.adapted_environments import ActingEnvironment
 from strop.environments.protocol import Done, Message, Observation
 from strop.errors import UserError
@@ -116,3 +118,16 @@ def _check(template: str, where: str, known: Sequence[str] | None) -> None:
         raise UserError(
             "the template does not show the observation", where=where, mend="write {observation} where it belongs"
         )
+
+
+def seed_of(row: Mapping[str, Any], column: str) -> int:
+    """The seed of a row's episodes."""
+    value = row.get(column)
+    if value is None:
+        content = json.dumps(dict(row), sort_keys=True, default=str)
+        return xxhash.xxh3_64_intdigest(content.encode()) % 2**31
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"the column {column!r} holds {value!r}, which is no seed")
+    return value

@@ -11,6 +11,7 @@ from typing import Any
 from strop.config.adapted_environments import (
     EnvironmentSettings,
     GymnasiumEnvironment,
+    OpenEnvEnvironment,
     SlimeEnvironment,
     VerifiersEnvironment,
 )
@@ -27,6 +28,7 @@ from strop.config.sandbox import SandboxSettings
 from strop.environments.calculator import calculator
 from strop.environments.gymnasium import GymnasiumFactory
 from strop.environments.mcp import McpServer
+from strop.environments.openenv import OpenEnvFactory
 from strop.environments.protocol import Environment
 from strop.environments.python_tool import python_tool
 from strop.environments.retrieval import Passages
@@ -186,6 +188,8 @@ def build_environments(
         return ToolFactory(settings, template, sandbox)
     if isinstance(settings, GymnasiumEnvironment):
         return GymnasiumFactory(settings)
+    if isinstance(settings, OpenEnvEnvironment):
+        return OpenEnvFactory(settings)
     if isinstance(settings, VerifiersEnvironment):
         return VerifiersFactory(settings, template)
     if isinstance(settings, SlimeEnvironment):

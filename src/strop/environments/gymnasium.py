@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import xxhash
-
 from strop.config.adapted_environments import GymnasiumEnvironment
-from strop.environments.acting import Actions, Shown, picture, plain
+from strop.environments.acting import Actions, Shown, picture, plain, seed_of
 from strop.environments.protocol import Done, Environment, Message, Observation, PolicyTurn
 from strop.errors import MissingExtra, UserError
 from strop.rewards.calls import call
@@ -136,7 +133,7 @@ class GymnasiumEpisode:
         self._busy = self._left = False
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message] | None:
-        seed = _seed_of(row, self._settings.seed)
+        seed = seed_of(row, self._settings.seed)
 
         def begin() -> str:
             self._world = self._make()
@@ -186,16 +183,3 @@ class GymnasiumEpisode:
 
     def _text(self, observation: Any) -> str:
         return picture(str(self._world.render())) if self._mode is not None else plain(observation)
-
-
-def _seed_of(row: Mapping[str, Any], column: str) -> int:
-    """The seed of a row's episodes."""
-    value = row.get(column)
-    if value is None:
-        content = json.dumps(dict(row), sort_keys=True, default=str)
-        return xxhash.xxh3_64_intdigest(content.encode()) % 2**31
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or value < 0:
-        raise ValueError(f"the column {column!r} holds {value!r}, which is no seed")
-    return value

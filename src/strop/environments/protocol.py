@@ -54,7 +54,8 @@ class Environment(Protocol):
     """One episode's world. Single-use: made for one episode, reset once, stepped until Done, closed always.
 
     Two episodes never share one, so that no state can leak between the completions of a group. An exception in any
-    method is an `environment_error` of the episode; so is a time-out, as `timeout`.
+    method is an `environment_error` of the episode; so is a time-out, as `timeout`. One that has to wait for a place on
+    a server may have `async ready()`, which is awaited before the episode's time begins.
     """
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message] | None:

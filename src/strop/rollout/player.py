@@ -84,6 +84,8 @@ class Player:
         settings = replace(settings, stop=(*settings.stop, *self._world.factory.stop))
         environment = self._world.factory.make()
         try:
+            if hasattr(environment, "ready"):
+                await environment.ready()
             async with asyncio.timeout(self._world.settings.episode_timeout):
                 if isinstance(environment, Driver):
                     await self._host(environment, episode, prompt, settings, stream)
