@@ -228,6 +228,43 @@ def played(**changes: Any) -> dict[str, Any]:
     )
 
 
+def doors(**changes: Any) -> dict[str, Any]:
+    """A recipe whose policy goes through doors by chance."""
+    found = recipe(
+        **{
+            "model.create.characters": "123[]:",
+            "model.create.context": 96,
+            "data": {"train": {"path": "doors.jsonl"}, "render": "text"},
+            "rollout.group_size": 8,
+            "rollout.max_new_tokens": 9,
+            "rewards.verifiers": [{"kind": "environment"}],
+            "environment": {
+                "kind": "gymnasium",
+                "id": "tiny_gym:Doors-v0",
+                "opening": "{observation}:",
+                "max_turn_tokens": 3,
+            },
+        }
+    )
+    for key, value in changes.items():
+        put(found, key, value)
+    return found
+
+
+def generated(**changes: Any) -> dict[str, Any]:
+    """A recipe whose completions are made by a function of slime's form."""
+    found = recipe(
+        **{
+            "rollout.max_new_tokens": 8,
+            "rewards.verifiers": [{"kind": "environment"}],
+            "environment": {"kind": "slime", "generate": "tiny_slime:two_turns", "arguments": {"says": "1"}},
+        }
+    )
+    for key, value in changes.items():
+        put(found, key, value)
+    return found
+
+
 DISTILLED = {"model": {"path": "first"}, "supervised.teachers": [{"path": "second"}]}
 METHODS = ("sft", "dpo", "cdpo", "simpo", "kto", "reward_model", "process_reward")
 
@@ -442,6 +479,21 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
         }
     ),
     "judged environment": lambda: judged({"kind": "environment"}, **asked_settings()),
+    "doors": doors,
+    "doors slowly": lambda: doors(**{"environment.arguments": {"pause": 0.2}}),
+    "doors penalised": lambda: doors(**{"environment.malformed_penalty": 0.5}),
+    "forgetful doors": lambda: doors(
+        **{"model": {"path": "forgetful"}, "data.render": "chat", "environment.render": "observation"}
+    ),
+    "generated": generated,
+    "generated slowly": lambda: generated(
+        **{"environment.generate": "tiny_slime:dawdles", "environment.arguments": {"says": "1", "pause": 0.2}}
+    ),
+    "generated in a chat": lambda: generated(model={"path": "chat"}, **{"data.render": "chat"}),
+    "slime": lambda: verified({"kind": "slime", "function": "tiny_slime:ones"}),
+    "slime parts": lambda: verified({"kind": "slime", "function": "tiny_slime:parts", "reward_key": "ones"}),
+    "slime groups": lambda: verified({"kind": "slime", "function": "tiny_slime:either"}),
+    "gym": lambda: verified({"kind": "reasoning_gym"}, **{"data": {"train": {"path": "gym.jsonl"}}}),
     "conversations": lambda: examples("sft", model={"path": "chat"}),
     "often saved": lambda: recipe(**{"checkpoint.every": 1}),
     **{
@@ -516,6 +568,18 @@ def of_a_judge(kind: str, other: dict[str, Any], own: dict[str, Any]) -> dict[st
     return {
         f"evaluation.verifiers[{kind}].{key}": Case(value, "evaluations", f"judged {kind}", steady=True)
         for key, value in changes.items()
+    }
+
+
+def of_an_environment(kind: str, context: str, slowly: str) -> dict[str, Case]:
+    """The limits that environments of all kinds have."""
+    late = "the environment failed in"
+    return {
+        f"environment[{kind}].max_turns": Case(1, context=context),
+        f"environment[{kind}].max_turn_tokens": Case(1, context=context),
+        f"environment[{kind}].max_tokens": Case(4, context=context),
+        f"environment[{kind}].step_timeout": Case(0.01, "outcome", slowly, says=late),
+        f"environment[{kind}].episode_timeout": Case(0.01, "outcome", slowly, says=late),
     }
 
 
@@ -832,6 +896,33 @@ TABLE: dict[str, Case] = {
     "alarms.second_opinion.verifiers[python].function": Case(
         "tiny_rewards:lengths", "metrics", "doubted", steady=True
     ),
+    **of_a_verifier("reasoning_gym", "gym", RARELY),
+    "rewards.verifiers[reasoning_gym].take": Case("tag", "rewards", "gym"),
+    **of_a_verifier("slime", "slime", RARELY),
+    "rewards.verifiers[slime].function": Case("tiny_slime:twos", "rewards", "slime"),
+    "rewards.verifiers[slime].arguments": Case({"scale": 2.0}, "rewards", "slime"),
+    "rewards.verifiers[slime].reward_key": Case("twos", "rewards", "slime parts"),
+    "rewards.verifiers[slime].isolate": Case("process", "workers", "slime", steady=True),
+    "rewards.verifiers[slime].call_with": Case("group", "rewards", "slime groups"),
+    **of_an_environment("gymnasium", "doors", "doors slowly"),
+    "environment[gymnasium].kind": Case({"kind": "python", "factory": "tiny_worlds:Asks"}, context="doors"),
+    "environment[gymnasium].keep_history": Case(True, context="forgetful doors"),
+    "environment[gymnasium].id": Case("tiny_gym:BriefDoors-v0", context="doors"),
+    "environment[gymnasium].arguments": Case({"rounds": 1}, context="doors"),
+    "environment[gymnasium].render": Case("observation", context="doors"),
+    "environment[gymnasium].actions": Case(["3", "1", "2"], context="doors"),
+    "environment[gymnasium].take": Case("whole", context="doors"),
+    "environment[gymnasium].seed": Case("other", context="doors"),
+    "environment[gymnasium].observation": Case("{observation}{step}", context="doors"),
+    "environment[gymnasium].opening": Case("{prompt}{observation}", context="doors"),
+    "environment[gymnasium].malformed": Case("end", context="doors"),
+    "environment[gymnasium].malformed_penalty": Case(2.0, "rewards", "doors penalised"),
+    **of_an_environment("slime", "generated", "generated slowly"),
+    "environment[slime].kind": Case({"kind": "python", "factory": "tiny_worlds:Asks"}, context="generated"),
+    "environment[slime].keep_history": Case(True, "refused", "generated", says="keep_history` has no effect"),
+    "environment[slime].generate": Case("tiny_slime:by_text", "completions", "generated"),
+    "environment[slime].arguments": Case({"says": "2"}, context="generated"),
+    "environment[slime].prompt": Case("given", context="generated in a chat"),
     "evaluation.every": Case(1, "evaluations", "evaluated", steady=True),
     "evaluation.prompts": Case(2, "evaluations", "evaluated", steady=True),
     "evaluation.samples": Case(3, "evaluations", "evaluated by chance", steady=True),
@@ -975,6 +1066,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "own_algorithm.py").write_text(OWN)
     (folder / "server.py").write_text(MCP_SERVER)
     write_rows(folder / "ones.jsonl", [{"prompt": "1", "answer": "1"}, {"prompt": "11", "answer": "2"}])
+    numbers = [{"prompt": "1", "seed": n, "other": 100 + n} for n in range(6)]
+    write_rows(folder / "doors.jsonl", numbers)
+    sums = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "task": "chain_sum", "metadata": {}} for n in range(5)]
+    write_rows(folder / "gym.jsonl", sums)
     for name, word in (("texts", "1 2 1 2 1 2"), ("other-texts", "2 2 1 1 1 2")):
         (folder / name).mkdir()
         (folder / name / "a.txt").write_text(f"{word}\n\n1 1 2 2")

@@ -79,6 +79,12 @@ def raises_in_library(completions, **kwargs):
 def exits(completions, **kwargs):
     raise SystemExit("done")
 
+def whole_conversation(prompts, completions, **kwargs):
+    return [len(completion) + 0.1 * (completion[-1]["role"] == "assistant") for completion in completions]
+
+def with_state(completions, trainer_state, **kwargs):
+    return [0.0 for _ in completions]
+
 def too_few(completions, **kwargs):
     return [1.0]
 
@@ -156,6 +162,30 @@ def test_messages_make_conversational_completions() -> None:
     assert scores(function("conversation").verify([Completed(prompt, "abc")])) == [3.0]
     function("writes").verify([Completed(prompt, "abc")])
     assert prompt == [{"role": "user", "content": "hi"}]
+
+
+def test_a_conversation_is_all_that_followed_the_prompt() -> None:
+    prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    said = [
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "abc"},
+    ]
+    system = {"role": "system", "content": "s"}
+    for messages, behind in (
+        ([*prompt, *said], 3.1),
+        ([system, *prompt, *said], 3.1),
+        ([system, {"role": "user", "content": "another"}, *said[:2]], 2.0),
+        ([], 1.1),
+    ):
+        completed = [Completed(prompt, "abc", messages=messages)]
+        assert scores(function("whole_conversation").verify(completed)) == [behind]
+    assert [message["content"] for message in said] == ["call", "3", "abc"]
+
+
+def test_what_only_the_trainer_of_trl_has_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match="'trainer_state', which only TRL's own trainer has"):
+        function("with_state")
 
 
 def test_token_ids_are_passed() -> None:

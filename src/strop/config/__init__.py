@@ -9,11 +9,11 @@ from typing import Self
 
 from pydantic import model_validator
 
+from strop.config.adapted_environments import EnvironmentSettings
 from strop.config.alarms import AlarmSettings
 from strop.config.algorithm import AlgorithmSettings
 from strop.config.base import StrictModel
 from strop.config.data import DataSettings
-from strop.config.environment import EnvironmentSettings
 from strop.config.model import ModelSettings
 from strop.config.offline import OfflineSettings
 from strop.config.rewards import RewardSettings

@@ -23,16 +23,18 @@ class DataSource(StrictModel):
     """One dataset."""
 
     path: str
-    """A `.jsonl` or `.parquet` file, a folder of them or one saved by `datasets`, a name on the Hub, or
-    `module:function` for a Python function that returns a sequence of rows."""
-    format: Literal["auto", "jsonl", "parquet", "huggingface", "python"] = "auto"
+    """A `.jsonl` or `.parquet` file, a folder of them or one saved by `datasets`, a name on the Hub,
+    `module:function` for a Python function that returns a sequence of rows, `reasoning-gym:TASK` (extra `gym`), with
+    several tasks `reasoning-gym:TASK+OTHER`, or `verifiers:TASKSET` (extra `verifiers`)."""
+    format: Literal["auto", "jsonl", "parquet", "huggingface", "python", "reasoning_gym", "verifiers"] = "auto"
     """What `path` is; `auto` decides by its form and says what it found."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a Python source."""
+    """Keyword arguments of a Python source, or of a task of Reasoning Gym, `size` and `seed` among them, or the
+    configuration of a taskset."""
     columns: Columns = Columns()
     """Which columns hold the prompt and the answer."""
     limit: PositiveInt | None = None

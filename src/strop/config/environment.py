@@ -156,6 +156,3 @@ class SelfPlayEnvironment(AnyEnvironment):
     `rewards()` and `close()`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of each call."""
-
-
-EnvironmentSettings = Annotated[ToolEnvironment | PythonEnvironment | SelfPlayEnvironment, Field(discriminator="kind")]

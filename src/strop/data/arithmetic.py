@@ -16,7 +16,7 @@ from strop.data.order import hashed, permutation, stream_key
 from strop.errors import DataError
 
 Split = Literal["train", "eval"]
-Style = Literal["plain", "spaced", "question"]
+Style = Literal["plain", "spaced", "question", "calculate"]
 Row = dict[str, str]
 Judged = dict[str, str | bool]
 Worked = dict[str, str | list[str] | list[bool]]
@@ -25,7 +25,12 @@ HELD_OUT_IN_1000 = 100
 ENUMERATED = 2**18
 """Up to so many distinct problems are listed and shuffled; of more, some are drawn."""
 
-_STYLES: dict[str, str] = {"plain": "{a}{op}{b}=", "spaced": "{a} {op} {b} =", "question": "What is {a} {op} {b}?"}
+_STYLES: dict[str, str] = {
+    "plain": "{a}{op}{b}=",
+    "spaced": "{a} {op} {b} =",
+    "question": "What is {a} {op} {b}?",
+    "calculate": "Calculate {a} {op} {b}.",
+}
 _OPERATIONS = "+-*/"
 
 
@@ -48,7 +53,8 @@ def problems(
             quotients are whole, with divisor and quotient of at most `digits` digits.
         seed: of the choice, the order and the split.
         split: `train`, or `eval` for problems that `train` never holds.
-        style: `plain` is `37+48=`, `spaced` is `37 + 48 =`, `question` is `What is 37 + 48?`.
+        style: `plain` is `37+48=`, `spaced` is `37 + 48 =`, `question` is `What is 37 + 48?`,
+            `calculate` is `Calculate 37 + 48.`, as Reasoning Gym asks.
         flawed: share of rows whose answer is one too high, as in demonstrations by somebody careless. Which rows those
             are follows from the seed.
 

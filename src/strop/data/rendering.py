@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -68,6 +69,12 @@ class Renderer:
         else:
             messages = prompt
         return self.chat(self.with_system_prompt(messages), where, generation=True), True
+
+    def telling(self, tools: Sequence[Mapping[str, Any]]) -> Renderer:
+        """The same renderer, whose chat template tells of other tools."""
+        other = copy.copy(self)
+        other._tools = [dict(tool) for tool in tools] if tools else None
+        return other
 
     def renders_chat(self, prompt: str | Sequence[Message]) -> bool:
         """Whether the chat template renders such a prompt."""

@@ -12,13 +12,15 @@ import numpy as np
 from strop.config.data import Columns, DataSource
 from strop.data.columns import listed, nearest
 from strop.data.fingerprints import combined
+from strop.data.gym import open_gym
 from strop.data.huggingface import open_huggingface
 from strop.data.jsonl import JsonlSource
 from strop.data.parquet import ParquetSource
 from strop.data.rows import open_python
+from strop.data.tasksets import open_taskset
 from strop.errors import DataError
 
-Kind = Literal["jsonl", "parquet", "huggingface", "python"]
+Kind = Literal["jsonl", "parquet", "huggingface", "python", "reasoning_gym", "verifiers"]
 
 SUFFIXES: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -27,6 +29,7 @@ SUFFIXES: dict[str, Kind] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
+_PREFIXES: dict[str, Kind] = {"reasoning-gym:": "reasoning_gym", "verifiers:": "verifiers"}
 _UNREADABLE = {".csv": "CSV", ".tsv": "TSV", ".gz": "compressed", ".zst": "compressed", ".xz": "compressed"}
 _PYTHON_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -135,6 +138,10 @@ def open_source(settings: DataSource) -> Source:
         source = open_huggingface(settings)
     elif kind == "python":
         source = open_python(settings)
+    elif kind == "reasoning_gym":
+        source = open_gym(settings)
+    elif kind == "verifiers":
+        source = open_taskset(settings)
     else:
         source = _open_files(settings, kind)
     if settings.limit is not None and settings.limit < len(source):
@@ -160,6 +167,9 @@ def require_column(source: Source, name: str, *, key: str) -> None:
 
 def detect(path: str) -> Kind:
     """What kind of dataset a path is, by its form and, for a file of unknown suffix, by its first bytes."""
+    for prefix, kind in _PREFIXES.items():
+        if path.startswith(prefix):
+            return kind
     place = Path(path).expanduser()
     if place.is_file():
         return SUFFIXES.get(place.suffix.lower()) or _detect_by_content(place)

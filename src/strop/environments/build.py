@@ -8,6 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.config.adapted_environments import (
+    EnvironmentSettings,
+    GymnasiumEnvironment,
+    OpenEnvEnvironment,
+    SlimeEnvironment,
+    VerifiersEnvironment,
+)
 from strop.config.environment import (
     CalculatorTool,
     FunctionTool,
@@ -19,12 +26,16 @@ from strop.config.environment import (
     ToolEnvironment,
 )
 from strop.environments.calculator import calculator
+from strop.environments.gymnasium import GymnasiumFactory
 from strop.environments.mcp import McpServer
+from strop.environments.openenv import OpenEnvFactory
 from strop.environments.protocol import Environment
 from strop.environments.python_tool import python_tool
 from strop.environments.retrieval import Passages
+from strop.environments.slime import SlimeFactory
 from strop.environments.tool_use import ToolUse, instructions, make_style
 from strop.environments.tools import Tool, function_tool
+from strop.environments.verifiers import VerifiersFactory
 from strop.errors import UserError
 from strop.rewards.python import load_function
 from strop.sandbox.build import SharedSandbox
@@ -191,9 +202,7 @@ def _roles(factory: Any, name: str, where: str) -> Sequence[str]:
 
 
 def build_environments(
-    settings: ToolEnvironment | PythonEnvironment | SelfPlayEnvironment,
-    template: str | None,
-    sandbox: SharedSandbox | None = None,
+    settings: EnvironmentSettings, template: str | None, sandbox: SharedSandbox | None = None
 ) -> Any:
     """The factory of a recipe's environments.
 
@@ -206,4 +215,12 @@ def build_environments(
     """
     if isinstance(settings, ToolEnvironment):
         return ToolFactory(settings, template, sandbox)
+    if isinstance(settings, GymnasiumEnvironment):
+        return GymnasiumFactory(settings)
+    if isinstance(settings, OpenEnvEnvironment):
+        return OpenEnvFactory(settings)
+    if isinstance(settings, VerifiersEnvironment):
+        return VerifiersFactory(settings, template)
+    if isinstance(settings, SlimeEnvironment):
+        return SlimeFactory(settings)
     return PythonFactory(settings)

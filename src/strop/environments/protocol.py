@@ -41,18 +41,21 @@ class Done:
     """The episode is over.
 
     error: what went wrong in the environment, None when it ended as it should. An episode with an error gets the status
-    `environment_error` and no reward. reward: of the last turn.
+    `environment_error` and no reward. reward: of the last turn. truncated: it was cut short, by a limit of the
+    environment's: the status is `length` then.
     """
 
     error: str | None = None
     reward: float | None = None
+    truncated: bool = False
 
 
 class Environment(Protocol):
     """One episode's world. Single-use: made for one episode, reset once, stepped until Done, closed always.
 
     Two episodes never share one, so that no state can leak between the completions of a group. An exception in any
-    method is an `environment_error` of the episode; so is a time-out, as `timeout`.
+    method is an `environment_error` of the episode; so is a time-out, as `timeout`. One that has to wait for a place on
+    a server may have `async ready()`, which is awaited before the episode's time begins.
     """
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message] | None:

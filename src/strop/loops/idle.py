@@ -278,15 +278,20 @@ def _idle_source(key: str, settings: DataSource) -> Iterator[UserError]:
         # Only now: it looks at the disk.
         kind = settings.format if settings.format != "auto" else detect(settings.path)
         names = {"jsonl": "a JSON lines file", "parquet": "a Parquet file", "python": "a Python function"}
+        names |= {"reasoning_gym": "a task of Reasoning Gym", "verifiers": "a taskset"}
         found = names.get(kind, "a Hugging Face dataset")
         folder = Path(settings.path).expanduser()
-        if settings.arguments and kind != "python":
+        if settings.arguments and kind not in ("python", "reasoning_gym", "verifiers"):
             yield _problem(f"{key}.arguments", f"on {found}; they are those of a Python function")
         if settings.subset is not None and (kind != "huggingface" or (folder.is_dir() and _is_saved(folder))):
             yield _problem(f"{key}.subset", f"on {found}" if kind != "huggingface" else "on a saved dataset")
         if settings.split != "train" and (kind != "huggingface" or (folder / "state.json").exists()):
             what = f"on {found}" if kind != "huggingface" else "on a saved dataset of one split"
-            arguments = f"; for a split of its own, set {key}.arguments" if kind == "python" else ""
+            arguments = (
+                f"; for a split of its own, set {key}.arguments"
+                if kind in ("python", "reasoning_gym", "verifiers")
+                else ""
+            )
             yield _problem(f"{key}.split", what + arguments)
 
 

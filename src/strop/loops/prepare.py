@@ -99,6 +99,7 @@ def prepare(config: Config) -> Prepared:
 
 def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
     # What needs no torch comes first: importing it takes longer than most of these checks.
+    from strop.data.gym import check_apart
     from strop.data.sources import open_source
     from strop.rewards.build import build_scorer
     from strop.tracking.trackers import check_trackers
@@ -114,6 +115,8 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
         "data.eval": config.data.eval,
     }
     sources = {key: open_source(settings) for key, settings in given.items() if settings is not None}
+    if config.data.eval is not None:
+        check_apart(config.data.train, config.data.eval)
     _check_columns(config, config.rewards, sources["data.train"], sources.get("data.eval"))
     if second_scorer is not None:
         own = second_rewards(config)
@@ -300,6 +303,8 @@ def _check_columns(
         if isinstance(verifier, CodeVerifier):
             code = {name: getattr(verifier, name) for name in ("tests", "setup", "before")}
             named |= {name: [column] for name, column in code.items() if column is not None}
+        if verifier.kind == "reasoning_gym":
+            named["kind"] = ["task", "metadata"]
         for name, columns in named.items():
             for column in columns:
                 # Held-out prompts may be of one kind only, and the column then says so in none of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from strop.config.adapted_rewards import ReasoningGymVerifier, SlimeVerifier
 from strop.config.rewards import (
     ChoiceVerifier,
     CodeVerifier,
@@ -34,7 +35,9 @@ from strop.rewards.pattern import Pattern
 from strop.rewards.pool import WorkerPool
 from strop.rewards.protocol import AsyncVerifier, Verifier
 from strop.rewards.python import PythonFunction
+from strop.rewards.reasoning_gym import ReasoningGym
 from strop.rewards.scored import RewardModel
+from strop.rewards.slime import SlimeFunction
 from strop.sandbox.build import SharedSandbox
 
 
@@ -90,6 +93,10 @@ def build_verifier(settings: VerifierSettings, *, timeout: float, where: str) ->
             return Format(settings, where=where)
         case PythonVerifier():
             return PythonFunction(settings, where=where)
+        case SlimeVerifier():
+            return SlimeFunction(settings, where=where)
+        case ReasoningGymVerifier():
+            return ReasoningGym(settings, where=where)
         case EnvironmentVerifier():
             return Environmental(settings)
         case RewardModelVerifier():

@@ -5,6 +5,7 @@ Workers import this file, so what it imports at its top must be small.
 
 from __future__ import annotations
 
+from strop.config.adapted_rewards import ReasoningGymVerifier, SlimeVerifier
 from strop.config.rewards import FormatVerifier, MathVerifier, PythonVerifier, RegexVerifier, VerifierSettings
 from strop.rewards.protocol import Verifier
 
@@ -12,11 +13,11 @@ from strop.rewards.protocol import Verifier
 def is_isolated(settings: VerifierSettings) -> bool:
     """Whether a verifier evaluates texts in ways that may hang, crash or fill the memory."""
     match settings:
-        case MathVerifier() | RegexVerifier():
+        case MathVerifier() | RegexVerifier() | ReasoningGymVerifier():
             return True
         case FormatVerifier():
             return settings.json_schema is not None
-        case PythonVerifier():
+        case PythonVerifier() | SlimeVerifier():
             return settings.isolate == "process"
         case _:
             return False
@@ -45,5 +46,13 @@ def build_check(settings: VerifierSettings, *, timeout: float) -> Verifier:
             from strop.rewards.python import PythonFunction
 
             return PythonFunction(settings)
+        case SlimeVerifier():
+            from strop.rewards.slime import SlimeFunction
+
+            return SlimeFunction(settings)
+        case ReasoningGymVerifier():
+            from strop.rewards.reasoning_gym import ReasoningGym
+
+            return ReasoningGym(settings)
         case _:
             raise ValueError(f"{settings.kind} does not run in a worker")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from strop.config.adapted_rewards import ReasoningGymVerifier, SlimeVerifier
 from strop.config.rewards import PythonVerifier, VerifierSettings
 from strop.rewards.pool import Check, WorkerPool
 from strop.rewards.protocol import Completed, Verdict
@@ -25,8 +26,8 @@ class Isolated:
         self.name = settings.name or settings.kind
         self._pool = pool
         self._check = Check(settings, timeout)
-        self._needs_rows = isinstance(settings, PythonVerifier)
-        self._in_groups = isinstance(settings, PythonVerifier) and settings.call_with == "group"
+        self._needs_rows = isinstance(settings, PythonVerifier | SlimeVerifier | ReasoningGymVerifier)
+        self._in_groups = isinstance(settings, PythonVerifier | SlimeVerifier) and settings.call_with == "group"
 
     async def ask(self, completed: Sequence[Completed]) -> list[Verdict]:
         """One verdict for each completion, in order.

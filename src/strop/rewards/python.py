@@ -21,6 +21,8 @@ from strop.rewards.failures import describe_exception, shorten
 from strop.rewards.protocol import Completed, Verdict
 
 _GIVEN = ("prompts", "completions", "completion_ids")
+_OF_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL's trainer gives a function beside the data; here is no such trainer."""
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -87,8 +89,8 @@ class PythonFunction:
 
     Every column of the rows is passed as a list of its own name, None where a row lacks it; `answer` is the answer
     column whatever the data calls it. A function without `**kwargs` gets what it has parameters for. Where the prompt
-    is a list of messages, the completion is one too: `[{"role": "assistant", "content": text}]`. An `async def` runs in
-    an event loop of its own for each call.
+    is a list of messages, the completion is one too: `[{"role": "assistant", "content": text}]`, or of an episode of
+    several turns all that followed the prompt. An `async def` runs in an event loop of its own for each call.
 
     None for a completion says that the function does not apply to it. NaN or infinity is a verifier error of that
     completion; an exception is one of all completions of the call.
@@ -151,6 +153,13 @@ class PythonFunction:
                     mend="take prompts, completions and columns as keyword arguments",
                 )
         named = [parameter for parameter in parameters if parameter.kind in _KEYWORD]
+        for parameter in named:
+            if parameter.name in _OF_TRAINERS and parameter.default is parameter.empty:
+                raise UserError(
+                    f"{self.path!r} takes {parameter.name!r}, which only TRL's own trainer has",
+                    where=f"{where}.function",
+                    mend=f"give the parameter a default: `{parameter.name}=None`",
+                )
         any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         accepted = None if any_name else frozenset(parameter.name for parameter in named)
         for key in self.arguments:
@@ -178,8 +187,7 @@ class PythonFunction:
             for item in completed
         ]
         columns["completions"] = [
-            item.completion if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.completion}]
-            for item in completed
+            item.completion if isinstance(item.prompt, str) else _messages_behind(item) for item in completed
         ]
         columns["completion_ids"] = [list(item.completion_ids) for item in completed]
         lacking = [name for name in self.required if name not in columns]
@@ -230,6 +238,19 @@ class PythonFunction:
             where=f"reward function {self.path}" + (f" ({self.file})" if self.file else ""),
             mend="return a list with one number for each completion, in order; None where the reward does not apply",
         )
+
+
+def _messages_behind(item: Completed) -> list[dict[str, Any]]:
+    """The messages that followed a prompt of messages."""
+    given, messages = list(item.prompt), [dict(message) for message in item.messages]
+    if not messages:
+        return [{"role": "assistant", "content": item.completion}]
+    # A system message may stand before the prompt, and an environment may have replaced all of it.
+    for start in (0, 1):
+        if messages[start : start + len(given)] == given:
+            return messages[start + len(given) :]
+    first = next((at for at, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
+    return messages[first:]
 
 
 async def _result_of(awaitable: Any) -> Any:

@@ -103,6 +103,7 @@ class Game:
                 conversation.said(said.text, tokens, turn)
                 if answer.error is not None:
                     raise Failed(Status.ENVIRONMENT_ERROR, answer.error)
+                finish = "length" if answer.truncated else finish
                 break
             conversation.said(said.text, tokens, turn, answer.turn)
             next_place = self._observe(conversation, answer, first, more=number + 1 < self.world.settings.max_turns)

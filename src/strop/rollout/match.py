@@ -91,6 +91,8 @@ class SelfPlay:
             if isinstance(answer, Done):
                 if answer.error is not None:
                     raise Failed(Status.ENVIRONMENT_ERROR, answer.error)
+                for other in self.sides.values() if answer.truncated else ():
+                    other.finish = "length"
                 break
             move = answer
         else:

@@ -6,9 +6,11 @@ import asyncio
 from dataclasses import replace
 
 from strop.config.rollout import TreeSettings
+from strop.environments.driven import Driver
 from strop.rollout.engine import Engine, SampleSettings
 from strop.rollout.episode import Episode, Status
 from strop.rollout.game import Game
+from strop.rollout.hosted import Host
 from strop.rollout.match import SelfPlay
 from strop.rollout.world import Detokenizer, PromptLike, Speaker, World
 
@@ -58,8 +60,13 @@ class Player:
             return [episode]
         settings = replace(settings, stop=(*settings.stop, *world.factory.stop))
         environment = world.factory.make()
+        if hasattr(environment, "ready"):
+            await environment.ready()
         if world.factory.roles:
             return await SelfPlay(self._speaker, world, environment, episode, prompt, settings, stream).play()
+        if isinstance(environment, Driver):
+            await Host(self._speaker, world, episode, prompt, settings, stream).play(environment)
+            return [episode]
         if tree is not None:
             episode.branch = (episode.sample,)
         deadline = asyncio.get_running_loop().time() + world.settings.episode_timeout
