@@ -48,6 +48,15 @@ CASES: dict[str, Case] = {
     "quickstart": Case((*CREATED, *SAMPLED, "rollout.group_size=4")),
     "calculator-tool": Case((*CREATED, *SAMPLED, "rollout.group_size=4")),
     "code": Case((*CREATED, *SAMPLED, "rollout.group_size=4")),
+    "reasoning-gym": Case(
+        (
+            *CREATED,
+            *(override for override in SAMPLED if "data.eval" not in override),
+            "rollout.group_size=4",
+            "data.train.arguments.size=40",
+            "data.eval.arguments.size=6",
+        )
+    ),
     "ppo-tiny": Case((*CREATED, *SAMPLED, "critic.warmup_steps=1")),
     "sft-tiny": Case((*CREATED, *EXAMPLES)),
     "dpo-tiny": Case(tuple(EXAMPLES), ("sft-tiny",)),

@@ -128,6 +128,8 @@ def test_a_list_of_kinds_lists_each_kind() -> None:
         "reward_model",
         "judge",
         "http",
+        "reasoning_gym",
+        "slime",
         "environment",
     ]
     listed = ", ".join(f'"{kind}"' for kind in kinds[:-1])

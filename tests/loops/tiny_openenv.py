@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
+import tiny_rewards
 from aiohttp import WSMsgType, web
 
 SCHEMA = {
@@ -70,6 +71,7 @@ async def _socket(request: web.Request) -> web.WebSocketResponse:
     session: dict[str, Any] = {}
     STATE["now"] += 1
     STATE["peak"] = max(STATE["peak"], STATE["now"])
+    tiny_rewards.STATE["peak"] = max(tiny_rewards.STATE.get("peak", 0), STATE["now"])
     try:
         async for raw in socket:
             message = json.loads(raw.data) if raw.type == WSMsgType.TEXT else {"type": "close"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 import verifiers.v1 as vf
@@ -14,9 +15,10 @@ class WordData(vf.TaskData):
 
 
 class WordTaskConfig(vf.TaskConfig):
-    """Whether there is a tool."""
+    """Whether there is a tool, and how long scoring takes."""
 
     tools: bool = False
+    pause: float = 0.0
 
 
 class Words(vf.Toolset[vf.ToolsetConfig, vf.State]):
@@ -33,6 +35,8 @@ class WordTask(vf.Task[WordData, vf.State, WordTaskConfig]):
 
     @vf.reward(weight=2.0)
     async def said(self, trace: vf.Trace) -> float:
+        # It takes a moment, which tests of time-outs need.
+        await asyncio.sleep(self.config.pause)
         return float(self.data.answer in trace.last_reply)
 
     @vf.metric
@@ -44,10 +48,17 @@ class WordTask(vf.Task[WordData, vf.State, WordTaskConfig]):
         return [Words(vf.ToolsetConfig())] if config.tools else []
 
 
+class SharedWords(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
+    """The same tool, one server for all episodes."""
+
+    twice = Words.twice
+
+
 class WordTasksetConfig(vf.TasksetConfig):
-    """How many words."""
+    """How many words, and whether all episodes share a tool."""
 
     count: int = 4
+    shared: bool = False
     task: WordTaskConfig = WordTaskConfig()
 
 
@@ -57,6 +68,10 @@ class WordTaskset(vf.Taskset[WordTask, WordTasksetConfig]):
     def load(self) -> Iterable[WordTask]:
         for number in range(self.config.count):
             yield WordTask(WordData(prompt=f"{number}=", answer=str(number)), self.config.task)
+
+    @classmethod
+    def toolsets(cls, config: WordTasksetConfig) -> list[vf.Toolset]:
+        return [SharedWords(vf.SharedToolsetConfig())] if config.shared else []
 
 
 __all__ = ["WordTaskset"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_openenv import tiny_openenv
 from tiny_runs import HELD_OUT, Seen, observe, put, recipe
 from tiny_server import tiny_server
 
@@ -265,6 +267,37 @@ def generated(**changes: Any) -> dict[str, Any]:
     return found
 
 
+def guessed(server: str = "openenv", **changes: Any) -> dict[str, Any]:
+    """A recipe whose policy guesses numbers on a server of OpenEnv."""
+    found = doors()
+    put(found, "environment", {"kind": "openenv", "url": SERVER[server], "max_turn_tokens": 2})
+    put(found, "environment.action", {"number": "{action}"})
+    for key, value in changes.items():
+        put(found, key, value)
+    return found
+
+
+def worded(**changes: Any) -> dict[str, Any]:
+    """A recipe whose episodes are played by the package verifiers."""
+    found = recipe(
+        **{
+            "data": {"train": {"path": "verifiers:tiny_taskset"}, "render": "text"},
+            "rollout.max_new_tokens": 8,
+            "rewards.verifiers": [{"kind": "environment"}],
+            "environment": {"kind": "verifiers", "taskset": "tiny_taskset"},
+        }
+    )
+    for key, value in changes.items():
+        put(found, key, value)
+    return found
+
+
+CALLING = {
+    "model": {"path": "caller"},
+    "environment.arguments": {"shared": True},
+    "rollout.group_size": 8,
+    "rollout.max_new_tokens": 12,
+}
 DISTILLED = {"model": {"path": "first"}, "supervised.teachers": [{"path": "second"}]}
 METHODS = ("sft", "dpo", "cdpo", "simpo", "kto", "reward_model", "process_reward")
 
@@ -490,6 +523,24 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
         **{"environment.generate": "tiny_slime:dawdles", "environment.arguments": {"says": "1", "pause": 0.2}}
     ),
     "generated in a chat": lambda: generated(model={"path": "chat"}, **{"data.render": "chat"}),
+    "guessed": guessed,
+    "guessed slowly": lambda: guessed("slow"),
+    "guessed by name": lambda: guessed(**{"environment.actions": ["1", "2", "3"]}),
+    "guessed penalised": lambda: guessed(**{"environment.malformed_penalty": 0.5}),
+    "forgetful guesses": lambda: guessed(
+        **{
+            "model": {"path": "forgetful"},
+            "data.render": "chat",
+            "environment.action": {"number": "1"},
+            "environment.action.metadata": {"said": "{action}"},
+            "environment.show": "hint",
+            "environment.max_turn_tokens": 3,
+        }
+    ),
+    "worded": worded,
+    "worded slowly": lambda: worded(**{"environment.arguments": {"task": {"pause": 0.2}}}),
+    "worded calls": lambda: worded(**CALLING, **{"environment.style": "hermes"}),
+    "forgetful words": lambda: worded(**{**CALLING, "model": {"path": "forgetful caller"}, "data.render": "chat"}),
     "slime": lambda: verified({"kind": "slime", "function": "tiny_slime:ones"}),
     "slime parts": lambda: verified({"kind": "slime", "function": "tiny_slime:parts", "reward_key": "ones"}),
     "slime groups": lambda: verified({"kind": "slime", "function": "tiny_slime:either"}),
@@ -917,6 +968,28 @@ TABLE: dict[str, Case] = {
     "environment[gymnasium].opening": Case("{prompt}{observation}", context="doors"),
     "environment[gymnasium].malformed": Case("end", context="doors"),
     "environment[gymnasium].malformed_penalty": Case(2.0, "rewards", "doors penalised"),
+    **of_an_environment("openenv", "guessed", "guessed slowly"),
+    "environment[openenv].kind": Case({"kind": "python", "factory": "tiny_worlds:Asks"}, context="guessed"),
+    "environment[openenv].keep_history": Case(True, context="forgetful guesses"),
+    "environment[openenv].url": Case("http://127.0.0.1:1", "refused", "guessed", says="does not answer"),
+    "environment[openenv].arguments": Case({"high": 1}, context="guessed"),
+    "environment[openenv].action": Case({"number": "1{action}"}, "rewards", "guessed"),
+    "environment[openenv].actions": Case(["1", "2", "3"], "rewards", "guessed"),
+    "environment[openenv].take": Case("whole", "rewards", "guessed by name"),
+    "environment[openenv].show": Case("hint", context="guessed"),
+    "environment[openenv].seed": Case("other", "rewards", "guessed"),
+    "environment[openenv].sessions": Case(2, "callers", "guessed", steady=True),
+    "environment[openenv].observation": Case("{observation}{step}", context="guessed"),
+    "environment[openenv].opening": Case("{observation}{prompt}", context="guessed"),
+    "environment[openenv].malformed": Case("end", context="guessed"),
+    "environment[openenv].malformed_penalty": Case(2.0, "rewards", "guessed penalised"),
+    **of_an_environment("verifiers", "worded calls", "worded slowly"),
+    "environment[verifiers].kind": Case({"kind": "python", "factory": "tiny_worlds:Asks"}, context="worded"),
+    "environment[verifiers].keep_history": Case(True, context="forgetful words"),
+    "environment[verifiers].taskset": Case("other_taskset", "rewards", "worded"),
+    "environment[verifiers].arguments": Case({"count": "x"}, "refused", "worded", says="count"),
+    "environment[verifiers].settings": Case({"id": "best-of-n", "n": 2}, context="worded"),
+    "environment[verifiers].style": Case("llama3", context="worded calls"),
     **of_an_environment("slime", "generated", "generated slowly"),
     "environment[slime].kind": Case({"kind": "python", "factory": "tiny_worlds:Asks"}, context="generated"),
     "environment[slime].keep_history": Case(True, "refused", "generated", says="keep_history` has no effect"),
@@ -993,6 +1066,21 @@ server.run("stdio")
 """
 
 
+OTHER_TASKSET = """
+import tiny_taskset
+import verifiers.v1 as vf
+
+class OtherTask(tiny_taskset.WordTask):
+    @vf.reward(weight=1.0)
+    async def long(self, trace: vf.Trace) -> float:
+        return len(trace.last_reply) / 8
+
+class OtherTaskset(vf.Taskset[OtherTask, tiny_taskset.WordTasksetConfig]):
+    def load(self):
+        return []
+
+__all__ = ["OtherTaskset"]
+"""
 RETURNS = "def f(): return 1.0000001\ndef g(): return 2\n"
 DOES = {
     "plain": RETURNS,
@@ -1085,7 +1173,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.syspath_prepend(str(folder / "modules"))
     _rollouts(folder)
     _targets()
-    with tiny_server() as SERVER["url"]:
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    (folder / "other_taskset.py").write_text(OTHER_TASKSET)
+    patch.syspath_prepend(str(folder))
+    with tiny_server() as SERVER["url"], tiny_openenv() as SERVER["openenv"], tiny_openenv(0.2) as SERVER["slow"]:
         yield folder
     patch.undo()
 
@@ -1133,13 +1224,13 @@ def _models(folder: Path) -> None:
     from strop.models.scalar import with_scalar_head
 
     settings = NewModel(characters="0123456789+=u:", hidden_size=32, layers=1, heads=2, context=48)
-    for seed, name in enumerate(("first", "second", "chat", "code", "forgetful", "caller")):
+    for seed, name in enumerate(("first", "second", "chat", "code", "forgetful", "caller", "forgetful caller")):
         long = settings.model_copy(update={"context": 512 if name == "caller" else settings.context})
         model, tokenizer = create_model(long, seed=seed)
-        if name == "caller":
+        if name.endswith("caller"):
             tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
             model.resize_token_embeddings(len(tokenizer))
-        if name == "forgetful":
+        if name.startswith("forgetful"):
             # Of what the policy said, only the end is left once it is history.
             tokenizer.chat_template = (
                 "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'u:' + m['content'] }}"
