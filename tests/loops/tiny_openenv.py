@@ -29,6 +29,7 @@ SCHEMA = {
     "state": {"properties": {}, "title": "State", "type": "object"},
 }
 STATE: dict[str, int] = {"now": 0, "peak": 0}
+PAUSE = web.AppKey("pause", float)
 
 
 def _answer(session: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ async def _socket(request: web.Request) -> web.WebSocketResponse:
             message = json.loads(raw.data) if raw.type == WSMsgType.TEXT else {"type": "close"}
             if message["type"] == "close":
                 break
-            await asyncio.sleep(request.app["pause"])
+            await asyncio.sleep(request.app[PAUSE])
             await socket.send_str(json.dumps(_answer(session, message)))
     finally:
         STATE["now"] -= 1
@@ -93,7 +94,7 @@ def tiny_openenv(pause: float = 0.0) -> Iterator[str]:
     """Its address, for as long as it runs."""
     loop = asyncio.new_event_loop()
     app = web.Application()
-    app["pause"] = pause
+    app[PAUSE] = pause
     app.add_routes([web.get("/ws", _socket), web.get("/schema", _schema)])
     runner = web.AppRunner(app)
 
