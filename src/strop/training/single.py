@@ -98,7 +98,9 @@ class SingleDeviceTrainer:
             self._reference = copy.deepcopy(model).requires_grad_(False).eval()
         self._recompute = recompute
         if recompute:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Older versions of transformers know the second name only, and newer ones warn of it.
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
             if self._adapters:
                 self.model.enable_input_require_grads()
         self._ranks = adaptive_ranks(model) if moving_ranks else None
@@ -204,7 +206,8 @@ class SingleDeviceTrainer:
     def close(self) -> None:
         self.optimizer.close()
         if self._recompute:
-            self.model.gradient_checkpointing_disable()
+            disable = getattr(self.model, "activation_checkpointing_disable", None)
+            (disable or self.model.gradient_checkpointing_disable)()
 
     @contextmanager
     def _as(self, role: Role) -> Iterator[nn.Module]:
