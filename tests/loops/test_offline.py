@@ -78,12 +78,12 @@ def only(*names: str) -> None:
 # --- the same as sampling ------------------------------------------------------------------------------------------
 
 OTHERS = {"tokens/sampled", "tokens/read", "staleness/max"}
-"""What is counted otherwise where nothing is sampled."""
+"""What is counted otherwise where nothing is sampled. Alarms are for what a run samples itself."""
 
 
 def compared(folder: Path) -> list[Any]:
     return [
-        (kind, step, {name: value for name, value in line.items() if name not in OTHERS})
+        (kind, step, {name: v for name, v in line.items() if name not in OTHERS and not name.startswith("alarms/")})
         for kind, step, line in steps_of(folder)
     ]
 

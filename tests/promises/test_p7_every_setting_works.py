@@ -235,7 +235,7 @@ def doors(**changes: Any) -> dict[str, Any]:
     found = recipe(
         **{
             "model.create.characters": "123[]:",
-            "model.create.context": 96,
+            "model.create.context": 512,
             "data": {"train": {"path": "doors.jsonl"}, "render": "text"},
             "rollout.group_size": 8,
             "rollout.max_new_tokens": 9,
@@ -1225,7 +1225,7 @@ def _models(folder: Path) -> None:
 
     settings = NewModel(characters="0123456789+=u:", hidden_size=32, layers=1, heads=2, context=48)
     for seed, name in enumerate(("first", "second", "chat", "code", "forgetful", "caller", "forgetful caller")):
-        long = settings.model_copy(update={"context": 512 if name == "caller" else settings.context})
+        long = settings.model_copy(update={"context": 512 if name in ("caller", "forgetful") else settings.context})
         model, tokenizer = create_model(long, seed=seed)
         if name.endswith("caller"):
             tokenizer.add_tokens(["<tool_call>", "</tool_call>"])

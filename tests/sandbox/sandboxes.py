@@ -23,7 +23,8 @@ TIGHT = LimitSettings(
 )
 
 
-@pytest.fixture(scope="session")
+# Of a module: two folders have such a fixture, and while one pool is counted the other must be gone.
+@pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     """A pool of bubblewrap sandboxes, with limits that tests reach quickly."""
     if sys.platform != "linux":
