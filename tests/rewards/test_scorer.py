@@ -78,7 +78,7 @@ async def test_a_verifier_that_does_not_apply_is_left_out() -> None:
     assert math.isnan(nothing.total)
 
 
-@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf, 1e200, -1e16])
 async def test_a_score_that_is_no_number_is_an_error(score: float) -> None:
     a, b = Fake("a", always(Verdict(1.0))), Fake("b", always(Verdict(score)))
     (reward,) = await scorer(a, b).score(completions(1))
@@ -91,8 +91,18 @@ async def test_a_score_that_is_no_number_is_an_error(score: float) -> None:
     assert math.isnan(reward.total)
 
 
+async def test_so_is_a_component_that_is_none_and_texts_are_such_as_files_can_hold() -> None:
+    (reward,) = await scorer(Fake("a", always(Verdict(1.0, components={"b": 1e308})))).score(completions(1))
+    assert (reward.status, reward.detail) == ("verifier_error", "a: component 'b' is 1e+308")
+    odd = Verdict(1.0, detail="\ud800 odd", components={"\ud800": 0.5})
+    (reward,) = await scorer(Fake("a", always(odd))).score(completions(1))
+    assert (reward.total, reward.status) == (1.0, "ok")
+    assert "odd" in reward.detail
+    f"{reward.detail} {reward.components}".encode()
+
+
 async def test_a_sum_that_overflows_is_an_error() -> None:
-    (reward,) = await scorer(Fake("a", always(Verdict(1e308))), weights=[10.0]).score(completions(1))
+    (reward,) = await scorer(Fake("a", always(Verdict(1e14))), weights=[1e300]).score(completions(1))
     assert (reward.status, math.isnan(reward.total)) == ("verifier_error", True)
 
 

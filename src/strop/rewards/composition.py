@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +11,12 @@ from strop.config.rewards import RewardSettings, VerifierSettings
 from strop.errors import RunFailure, StropError
 from strop.rewards.calls import Abandoned, Slots, call
 from strop.rewards.combination import combine, is_for, passes
-from strop.rewards.failures import describe_exception
+from strop.rewards.failures import describe_exception, encodable
 from strop.rewards.protocol import AsyncVerifier, Completed, Reward, Verdict, Verifier
 
 NOT_ASKED = Verdict(None)
+LARGEST = 1e15
+"""Largest score that is one."""
 
 
 class CompositeScorer:
@@ -160,12 +161,21 @@ def _checked(verifier: Verifier | AsyncVerifier, verdicts: list[Verdict], expect
             where=f"{type(verifier).__module__}.{type(verifier).__qualname__}.verify",
             mend="return one Verdict for each completion, in order",
         )
-    return [
-        replace(verdict, score=None, status="verifier_error", detail=f"the score is {verdict.score}")
-        if verdict.status == "ok" and verdict.score is not None and not math.isfinite(verdict.score)
-        else verdict
-        for verdict in verdicts
-    ]
+    return [_sound(verdict) for verdict in verdicts]
+
+
+def _sound(verdict: Verdict) -> Verdict:
+    """A verdict that can be computed with and written down; an error where it cannot."""
+    components = {encodable(name): value for name, value in verdict.components.items()}
+    verdict = replace(verdict, detail=encodable(verdict.detail), components=components)
+    if verdict.status != "ok":
+        return verdict
+    numbers = {"the score": verdict.score, **{f"component {name!r}": value for name, value in components.items()}}
+    for name, value in numbers.items():
+        # NaN too; and what is larger has no square in float32, and no standard deviation.
+        if value is not None and not abs(value) <= LARGEST:
+            return replace(verdict, score=None, status="verifier_error", detail=f"{name} is {value}", components={})
+    return verdict
 
 
 def check_errors(

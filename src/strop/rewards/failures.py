@@ -13,6 +13,11 @@ def shorten(text: str, limit: int = LONGEST_DETAIL) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def encodable(text: str) -> str:
+    """The text with marks in the place of what no file can hold: halves of surrogate pairs, as JSON may spell them."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def describe_exception(error: BaseException, *, file: str | None = None) -> str:
     """`type: message (file:line)` of an exception.
 
@@ -21,7 +26,7 @@ def describe_exception(error: BaseException, *, file: str | None = None) -> str:
         file: source file whose line is wanted; an error deep in a library is then shown at the line of this file
             that called it. Without it, or when the file is not in the traceback, the innermost line is shown.
     """
-    message = shorten("".join(traceback.format_exception_only(error)).strip())
+    message = shorten(encodable("".join(traceback.format_exception_only(error)).strip()))
     if isinstance(error, SyntaxError):  # Its message holds file and line, and the traceback ends in the importer.
         return message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]

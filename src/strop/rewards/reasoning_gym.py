@@ -12,6 +12,7 @@ from typing import Any
 from strop.config.adapted_rewards import ReasoningGymVerifier
 from strop.errors import MissingExtra
 from strop.rewards.failures import describe_exception
+from strop.rewards.harmless import harmless
 from strop.rewards.protocol import Completed, Verdict
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -22,8 +23,9 @@ _OF_TUPLES = ("arc_agi", "rearc")
 class ReasoningGym:
     """The score that a task of Reasoning Gym gives, with its partial credit.
 
-    Several tasks raise an exception at an answer that they cannot read. Where the same task scores an empty answer to
-    the same row, it is the answer that is at fault, and it is worth 0; else it is an error of the verifier.
+    Several tasks evaluate the answer (`eval`, sympy's parser): see `harmless`. Several raise an exception at an answer
+    that they cannot read. Where the same task scores an empty answer to the same row, it is the answer that is at
+    fault, and it is worth 0; else it is an error of the verifier.
 
     Raises:
         MissingExtra: the package is not installed.
@@ -46,12 +48,14 @@ class ReasoningGym:
             return Verdict(None, "verifier_error", str(error))
         detail = ""
         try:
-            score = float(task.score_answer(self.answer(item.completion), entry))
+            with harmless():
+                score = float(task.score_answer(self.answer(item.completion), entry))
         except MemoryError:
             raise
         except Exception as error:
             try:
-                task.score_answer(None, entry)
+                with harmless():
+                    task.score_answer(None, entry)
             except Exception:
                 return Verdict(None, "verifier_error", describe_exception(error))
             score, detail = 0.0, f"the task cannot read the answer: {describe_exception(error)}"
