@@ -182,6 +182,14 @@ def test_null_removes_a_section(tmp_path: Path) -> None:
     assert config.rollout.group_size == Config.model_fields["rollout"].default.group_size
 
 
+def test_null_removes_a_mapping_of_ones_own(tmp_path: Path) -> None:
+    base = MINIMAL + "algorithm: {arguments: {strength: 1}}\n"
+    write(tmp_path, "base.yaml", base)
+    config = load_config(write(tmp_path, "top.yaml", "extends: base.yaml\nalgorithm: {arguments: null}\n"))
+    assert config.algorithm.arguments == {}
+    assert load_config(tmp_path / "base.yaml", ["algorithm.arguments=null"]).algorithm.arguments == {}
+
+
 def test_null_for_a_required_section_is_a_missing_section(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", MINIMAL)
     [problem] = problems(write(tmp_path, "top.yaml", "extends: base.yaml\ndata: null\n"))

@@ -1,7 +1,7 @@
 """Reads a recipe: YAML files with `extends:`, then `key=value` overrides, then the strict schema.
 
-`null` removes a section, which then has its defaults, or is the value of a key that may be null. An override sets
-exactly the key it names. How files are merged is in `config/layers.py`.
+`null` removes a section or a mapping such as `arguments`, which then has its defaults, or is the value of a key that may
+be null. An override sets exactly the key it names. How files are merged is in `config/layers.py`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def put(data: Any, path: KeyPath, value: Any) -> Any:
 
 
 def _complete(data: Any, model: type[StrictModel], default: BaseModel | None) -> Any:
-    """What the user wrote, over what a section has by default, without the sections that `null` removes.
+    """What the user wrote, over what a section has by default, without the sections and mappings that `null` removes.
 
     A section may begin with other values than its class has (`warmup.optimizer`); setting one key of it must not
     change the others.
@@ -217,7 +217,8 @@ def _complete(data: Any, model: type[StrictModel], default: BaseModel | None) ->
         sections = keys.models_of(annotation)
         if name not in merged:
             continue
-        if merged[name] is None and sections and not keys.optional(annotation):
+        of_ones_own = get_origin(annotation) is dict
+        if merged[name] is None and (sections or of_ones_own) and not keys.optional(annotation):
             del merged[name]
         elif len(sections) == 1:
             fallback = start.get(name, its_field.get_default())
