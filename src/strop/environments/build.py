@@ -79,6 +79,10 @@ class ToolFactory:
                 mend="leave one of them out, or rename a function",
             )
         self._style = make_style(settings, found, template)
+        self.names = [tool.name for tool in found]
+        """Of the tools."""
+        self.marks = [self._style.marks(tool.name) for tool in found]
+        """What a call of each cannot do without: how it begins, and how it ends."""
         default = ToolEnvironment.model_fields["max_calls"].default
         if self._style.stop and settings.max_calls != default:
             raise UserError(

@@ -49,6 +49,10 @@ class CallStyle(Protocol):
         """How a call is written. arguments: a JSON object, in which places may be left."""
         ...
 
+    def marks(self, name: str) -> tuple[str, str]:
+        """What a call cannot do without: how it begins, and how it ends."""
+        ...
+
 
 @dataclass(frozen=True)
 class Hermes:
@@ -82,6 +86,9 @@ class Hermes:
 
     def example(self, name: str, arguments: str) -> str:
         return f'<tool_call>\n{{"name": {_quoted(name)}, "arguments": {arguments}}}\n</tool_call>'
+
+    def marks(self, name: str) -> tuple[str, str]:
+        return f'<tool_call>{{"name":{_quoted(name)}', "}</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,9 @@ class Llama3:
 
     def example(self, name: str, arguments: str) -> str:
         return f'{{"name": {_quoted(name)}, "parameters": {arguments}}}'
+
+    def marks(self, name: str) -> tuple[str, str]:
+        return f'{{"name":{_quoted(name)}', "}"
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,9 @@ class Mistral:
     def example(self, name: str, arguments: str) -> str:
         return f'[TOOL_CALLS] [{{"name": {_quoted(name)}, "arguments": {arguments}}}]'
 
+    def marks(self, name: str) -> tuple[str, str]:
+        return f'[{{"name":{_quoted(name)}', "}]"
+
 
 @dataclass(frozen=True)
 class Tags:
@@ -191,7 +204,7 @@ class Tags:
     def calls(self, text: str) -> list[Call]:
         found: list[tuple[int, Call]] = []
         for name in self.names:
-            opening, closing = self.opening or f"<{name}>", self.closing or f"</{name}>"
+            opening, closing = self.marks(name)
             at = text.find(opening)
             while at >= 0:
                 begin = at + len(opening)
@@ -211,7 +224,11 @@ class Tags:
         return [{"role": "user", "content": shown}]
 
     def example(self, name: str, arguments: str) -> str:
-        return f"{self.opening or f'<{name}>'}{arguments}{self.closing or f'</{name}>'}"
+        begin, end = self.marks(name)
+        return f"{begin}{arguments}{end}"
+
+    def marks(self, name: str) -> tuple[str, str]:
+        return self.opening or f"<{name}>", self.closing or f"</{name}>"
 
 
 def style_of_template(template: str | None) -> str:
