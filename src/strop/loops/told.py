@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from strop.config import Config
-from strop.config.environment import ToolEnvironment
+from strop.data.prompts import PromptDataset
 from strop.environments.build import ToolFactory
 
 if TYPE_CHECKING:
-    from strop.data.prompts import PromptDataset
+    from strop.data.rollouts import RolloutDataset
     from strop.models.load import ModelFacts
     from strop.rollout.world import World
 
@@ -19,13 +19,14 @@ ROWS = 20
 """Prompts that are looked at."""
 
 
-def warn_of_tools(config: Config, world: World, prompts: PromptDataset, facts: ModelFacts) -> None:
+def warn_of_tools(config: Config, world: World, prompts: PromptDataset | RolloutDataset, facts: ModelFacts) -> None:
     """Warn where nothing tells the policy of its tools, or a created model lacks characters of their calls.
 
     Neither is refused: an earlier training may have taught the calls, and not every tool need be reached.
     """
-    if isinstance(config.environment, ToolEnvironment) and isinstance(world.factory, ToolFactory):
-        for problem in (*_never_told(config, world.factory, world, prompts, facts), *_unspelled(config, world.factory)):
+    factory = world.factory
+    if isinstance(factory, ToolFactory) and isinstance(prompts, PromptDataset):
+        for problem in (*_never_told(config, factory, world, prompts, facts), *_unspelled(config, factory)):
             warnings.warn(problem, stacklevel=4)
 
 
