@@ -40,7 +40,7 @@ def test_texts_without_a_template_tell_nothing() -> None:
     (said,) = warned()
     assert "the policy is not told of its tools" in said
     assert "data.prompt_template" in said
-    assert "<calculator></calculator>" in said
+    assert "<calculator>...</calculator>" in said
 
 
 def test_prompts_may_tell_of_the_tools_themselves(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def _never_told(
         mend = "set data.render=chat, or say in the prompts" if chat else "say in the prompts (data.prompt_template)"
         yield (
             "the policy is not told of its tools: prompts are texts that no chat template renders, and have no system "
-            f"message ({where}); {mend} how a call is written, such as {''.join(factory.marks[0])}, unless the model "
+            f"message ({where}); {mend} how a call is written, such as {'...'.join(factory.marks[0])}, unless the model "
             "has learned that before"
         )
         return
@@ -60,5 +60,5 @@ def _unspelled(config: Config, factory: ToolFactory) -> Iterator[str]:
         if lacking:
             yield (
                 f"the policy can never call the tool {name}: model.create.characters lacks {lacking!r} of "
-                f"{''.join(marks)}; add what is missing, or set environment.opening and closing (style: tag)"
+                f"{'...'.join(marks)}; add what is missing, or set environment.opening and closing (style: tag)"
             )
