@@ -46,8 +46,8 @@ def _never_told(
         mend = "set data.render=chat, or say in the prompts" if chat else "say in the prompts (data.prompt_template)"
         yield (
             "the policy is not told of its tools: prompts are texts that no chat template renders, and have no system "
-            f"message ({where}); {mend} how a call is written, such as {'...'.join(factory.marks[0])}, unless the model "
-            "has learned that before"
+            f"message ({where}); {mend} how a call is written, such as {'...'.join(factory.marks[0])}, unless the "
+            "model has learned that before"
         )
         return
 
