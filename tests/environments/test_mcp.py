@@ -108,3 +108,15 @@ def test_a_server_that_runs_already(address: str) -> None:
 def test_a_server_that_does_not_start_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be asked for its tools"):
         factory(command=[str(tmp_path / "nothing")])
+
+
+def test_a_server_that_writes_what_is_no_protocol_is_told_in_the_error_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "chatty.py"
+    path.write_text("print('hello from me', flush=True)\nimport sys\nsys.exit(3)\n")
+    with pytest.raises(UserError, match="cannot be asked for its tools") as found:
+        factory(command=[sys.executable, str(path)])
+    assert "hello from me" in str(found.value)
+    assert "Traceback" not in str(found.value)
+    assert capfd.readouterr() == ("", "")

@@ -1414,6 +1414,18 @@ def test_a_key_that_would_have_no_effect_beside_the_others_is_refused(key: str, 
         ("data.train.split", "other", {"data.train": {"path": "rows.jsonl"}}),
         ("data.train.subset", "one", {"data.train": {"path": "saved"}}),
         ("data.train.split", "other", {"data.train": {"path": "single"}}),
+        *(
+            (
+                "environment.malformed_penalty",
+                0.5,
+                {"environment": settings, "rewards.verifiers": [{"kind": "python", "function": "tiny_rewards:spread"}]},
+            )
+            for settings in (
+                {"kind": "tools", "tools": [{"kind": "calculator"}]},
+                {"kind": "gymnasium", "id": "tiny_gym:Doors-v0"},
+                {"kind": "openenv", "url": "http://localhost:1"},
+            )
+        ),
     ],
 )
 def test_so_is_one_that_the_data_or_another_setting_leaves_no_room_for(

@@ -33,7 +33,7 @@ from strop.environments.protocol import Environment
 from strop.environments.python_tool import python_tool
 from strop.environments.retrieval import Passages
 from strop.environments.slime import SlimeFactory
-from strop.environments.tool_use import ToolUse, instructions, make_style
+from strop.environments.tool_use import ToolUse, instructions, knows_tools, make_style
 from strop.environments.tools import Tool, function_tool
 from strop.environments.verifiers import VerifiersFactory
 from strop.errors import UserError
@@ -79,6 +79,10 @@ class ToolFactory:
                 mend="leave one of them out, or rename a function",
             )
         self._style = make_style(settings, found, template)
+        self.names = [tool.name for tool in found]
+        """Of the tools."""
+        self.marks = [self._style.marks(tool.name) for tool in found]
+        """What a call of each cannot do without: how it begins, and how it ends."""
         default = ToolEnvironment.model_fields["max_calls"].default
         if self._style.stop and settings.max_calls != default:
             raise UserError(
@@ -86,7 +90,7 @@ class ToolFactory:
                 where=f"{where}.max_calls",
                 mend="remove it",
             )
-        told = self._style.template_tells and template is not None and "tools" in template
+        told = self._style.template_tells and knows_tools(template)
         self.tools: Sequence[Mapping[str, Any]] = [tool.schema for tool in found] if told else []
         self.instructions = "" if told else instructions(found, self._style)
         self.stop: Sequence[str] = self._style.stop

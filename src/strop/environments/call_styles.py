@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from strop.environments.protocol import Message
 
@@ -45,13 +45,26 @@ class CallStyle(Protocol):
         """The messages that answer a turn."""
         ...
 
+    def example(self, name: str, arguments: str) -> str:
+        """How a call is written. arguments: a JSON object, in which places may be left."""
+        ...
 
+    def marks(self, name: str) -> tuple[str, str]:
+        """What a call cannot do without: how it begins, and how it ends."""
+        ...
+
+
+@dataclass(frozen=True)
 class Hermes:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them: Hermes, Qwen 2.5 and 3."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them: Hermes, Qwen 2.5 and 3.
 
+    told: whether the chat template knows tools; if not, results are shown in a message of the user's.
+    """
+
+    told: bool = True
     template_tells = True
-    stop: Sequence[str] = ()
-    _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+    stop: ClassVar[Sequence[str]] = ()
+    _BLOCK: ClassVar[re.Pattern[str]] = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
     def calls(self, text: str) -> list[Call]:
         found = []
@@ -66,14 +79,28 @@ class Hermes:
         return None
 
     def results(self, calls: Sequence[Call], results: Sequence[str]) -> list[Message]:
+        if not self.told:
+            shown = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+            return [{"role": "user", "content": shown}]
         return [{"role": "tool", "name": c.name, "content": r} for c, r in zip(calls, results, strict=True)]
 
+    def example(self, name: str, arguments: str) -> str:
+        return f'<tool_call>\n{{"name": {_quoted(name)}, "arguments": {arguments}}}\n</tool_call>'
 
+    def marks(self, name: str) -> tuple[str, str]:
+        return f'<tool_call>{{"name":{_quoted(name)}', "}</tool_call>"
+
+
+@dataclass(frozen=True)
 class Llama3:
-    """The turn is `{"name": ..., "parameters": {...}}`, or several joined by `;`: Llama 3.1 and later."""
+    """The turn is `{"name": ..., "parameters": {...}}`, or several joined by `;`: Llama 3.1 and later.
 
+    told: as of `Hermes`.
+    """
+
+    told: bool = True
     template_tells = True
-    stop: Sequence[str] = ()
+    stop: ClassVar[Sequence[str]] = ()
 
     def calls(self, text: str) -> list[Call]:
         body = text.strip().removeprefix("<|python_tag|>").strip()
@@ -94,14 +121,27 @@ class Llama3:
         return None
 
     def results(self, calls: Sequence[Call], results: Sequence[str]) -> list[Message]:
+        if not self.told:
+            return [{"role": "user", "content": "\n".join(results)}]
         return [{"role": "tool", "name": c.name, "content": r} for c, r in zip(calls, results, strict=True)]
 
+    def example(self, name: str, arguments: str) -> str:
+        return f'{{"name": {_quoted(name)}, "parameters": {arguments}}}'
 
+    def marks(self, name: str) -> tuple[str, str]:
+        return f'{{"name":{_quoted(name)}', "}"
+
+
+@dataclass(frozen=True)
 class Mistral:
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`: Mistral 7B v0.3 and later."""
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`: Mistral 7B v0.3 and later.
 
+    told: as of `Hermes`.
+    """
+
+    told: bool = True
     template_tells = True
-    stop: Sequence[str] = ()
+    stop: ClassVar[Sequence[str]] = ()
 
     def calls(self, text: str) -> list[Call]:
         # The marker is a special token, which decoding leaves out.
@@ -116,7 +156,7 @@ class Mistral:
         return [_from_value(value, "arguments") for value in values]
 
     def message(self, text: str, calls: Sequence[Call]) -> Message | None:
-        if _none_understood(calls):
+        if not self.told or _none_understood(calls):
             return None
         return {
             "role": "assistant",
@@ -128,7 +168,7 @@ class Mistral:
         }
 
     def results(self, calls: Sequence[Call], results: Sequence[str]) -> list[Message]:
-        if _none_understood(calls):
+        if not self.told or _none_understood(calls):
             # Results follow calls in this template, and there was none.
             return [{"role": "user", "content": "\n".join(results)}]
         return [
@@ -136,10 +176,17 @@ class Mistral:
             for n, (c, r) in enumerate(zip(calls, results, strict=True))
         ]
 
+    def example(self, name: str, arguments: str) -> str:
+        return f'[TOOL_CALLS] [{{"name": {_quoted(name)}, "arguments": {arguments}}}]'
+
+    def marks(self, name: str) -> tuple[str, str]:
+        return f'[{{"name":{_quoted(name)}', "}]"
+
 
 @dataclass(frozen=True)
 class Tags:
-    """`<name>argument</name>` for each tool, or one pair of texts for a single tool; for any model.
+    """`<name>argument</name>` for each tool, or one pair of texts for a single tool; for any model. Several arguments
+    are a JSON object (`Tool.named`).
 
     names: of the tools. result: a template with `{result}`. opening, closing: of the single tool's calls.
     """
@@ -157,7 +204,7 @@ class Tags:
     def calls(self, text: str) -> list[Call]:
         found: list[tuple[int, Call]] = []
         for name in self.names:
-            opening, closing = self.opening or f"<{name}>", self.closing or f"</{name}>"
+            opening, closing = self.marks(name)
             at = text.find(opening)
             while at >= 0:
                 begin = at + len(opening)
@@ -176,6 +223,13 @@ class Tags:
         shown = "\n".join(self.result.replace("{result}", result) for result in results)
         return [{"role": "user", "content": shown}]
 
+    def example(self, name: str, arguments: str) -> str:
+        begin, end = self.marks(name)
+        return f"{begin}{arguments}{end}"
+
+    def marks(self, name: str) -> tuple[str, str]:
+        return self.opening or f"<{name}>", self.closing or f"</{name}>"
+
 
 def style_of_template(template: str | None) -> str:
     """The style that a chat template speaks: `hermes`, `llama3`, `mistral`, or `tag` where it knows no tools."""
@@ -186,6 +240,11 @@ def style_of_template(template: str | None) -> str:
     return "llama3" if "ipython" in text else "tag"
 
 
+def encodable(text: str) -> str:
+    """The text without halves of characters (`"\\ud800"`), which JSON may hold and no tokenizer takes."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
 def _from_json(text: str, key: str) -> Call:
     try:
         return _from_value(json.loads(text), key)
@@ -194,6 +253,13 @@ def _from_json(text: str, key: str) -> Call:
 
 
 def _from_value(value: Any, key: str) -> Call:
+    try:
+        return _call_of(value, key)
+    except RecursionError:
+        return Call("", problem="not valid JSON: it is nested too deeply")
+
+
+def _call_of(value: Any, key: str) -> Call:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call("", problem=f'a call is an object with "name" and "{key}"')
     arguments = value.get(key, value.get("arguments", value.get("parameters", {})))
@@ -202,8 +268,20 @@ def _from_value(value: Any, key: str) -> Call:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        return Call(value["name"], problem=f'"{key}" must be an object')
-    return Call(value["name"], arguments)
+        return Call(encodable(value["name"]), problem=f'"{key}" must be an object')
+    return Call(encodable(value["name"]), _all_encodable(arguments))
+
+
+def _all_encodable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {encodable(name): _all_encodable(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_all_encodable(one) for one in value]
+    return encodable(value) if isinstance(value, str) else value
+
+
+def _quoted(name: str) -> str:
+    return json.dumps(name, ensure_ascii=False)
 
 
 def _none_understood(calls: Sequence[Call]) -> bool:

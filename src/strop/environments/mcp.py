@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import tempfile
+from collections import deque
 from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from typing import Any
 
 from strop.config.environment import McpTools
@@ -15,6 +18,21 @@ from strop.errors import MissingExtra, UserError
 START_SECONDS = 30.0
 SHOWN = 500
 """Characters of what a server wrote that an error shows."""
+_HEARD: ContextVar[deque[str] | None] = ContextVar("heard", default=None)
+"""What the package `mcp` logs of the server that is spoken with."""
+
+
+class _Listener(logging.Handler):
+    """Keeps what is logged, which would run through the display with tracebacks."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        heard = _HEARD.get()
+        if heard is not None:
+            why = str(record.exc_info[1]) if record.exc_info and record.exc_info[1] is not None else ""
+            heard.append(": ".join(" ".join(part.split()) for part in (record.getMessage(), why) if part))
+
+
+_LISTENER = _Listener()
 
 
 class McpServer:
@@ -34,6 +52,7 @@ class McpServer:
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         # What a server writes about itself would run through the display, and not every stderr is a file.
+        self._heard: deque[str] = deque(maxlen=3)
         self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (as long as this object)
 
     def tools(self) -> list[Tool]:
@@ -103,6 +122,9 @@ class McpServer:
     async def _connect(self, stack: AsyncExitStack) -> Any:
         from mcp import Client, StdioServerParameters, stdio_client
 
+        # The tasks that this begins inherit it.
+        _HEARD.set(self._heard)
+        logging.getLogger("mcp").addHandler(_LISTENER)
         if self._settings.url is not None:
             return await stack.enter_async_context(Client(self._settings.url))
         assert self._settings.command is not None
@@ -128,9 +150,11 @@ class McpServer:
         what = self._settings.url or " ".join(self._settings.command or [])
         self._said.seek(0)
         said = self._said.read().strip()[-SHOWN:]
+        heard = "; ".join(self._heard)[:SHOWN]
         return UserError(
             f"the MCP server {what!r} cannot be asked for its tools: {type(error).__name__}: {error}"
-            + (f"; it said: {said}" if said else ""),
+            + (f"; it said: {said}" if said else "")
+            + (f"; the package mcp said: {heard}" if heard else ""),
             where=self._where,
             mend="start it by hand to see what is wrong",
         )

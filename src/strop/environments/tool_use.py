@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.config.environment import ToolEnvironment
-from strop.environments.call_styles import Call, CallStyle, Hermes, Llama3, Mistral, Tags, style_of_template
+from strop.environments.call_styles import Call, CallStyle, Hermes, Llama3, Mistral, Tags, encodable, style_of_template
 from strop.environments.protocol import Done, Message, Observation, PolicyTurn
-from strop.environments.tools import CallError, Tool
+from strop.environments.tools import CallError, Tool, described
 from strop.sandbox.protocol import SandboxError
 
 
@@ -45,6 +46,7 @@ class ToolUse:
             text = await self._called(number, call)
         except CallError as error:
             text = f"error: {error}"
+        text = encodable(text)
         limit = self._settings.max_result_characters
         return text if len(text) <= limit else f"{text[:limit]}\n({len(text) - limit} more characters are cut off)"
 
@@ -56,15 +58,24 @@ class ToolUse:
         tool = self._tools.get(call.name)
         if tool is None:
             raise CallError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
+        async with tool.places.here():
+            return await self._in_time(tool, call)
+
+    async def _in_time(self, tool: Tool, call: Call) -> str:
+        limit = self._settings.call_timeout
+        scope = asyncio.timeout(limit)
         try:
-            async with asyncio.timeout(self._settings.call_timeout):
+            async with scope:
                 return await tool.call(tool.named(call.arguments))
-        except TimeoutError:
-            raise CallError(f"{tool.name} took longer than {self._settings.call_timeout:g} seconds") from None
-        except (CallError, SandboxError):
+        except (CallError, SandboxError, GeneratorExit):
             raise
-        except Exception as error:  # A tool fails at what it was given: the policy is told, and may do better.
-            raise CallError(f"{type(error).__name__}: {error}") from None
+        except BaseException as error:  # A tool fails at what it was given: the policy is told, and may do better.
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            if scope.expired():
+                raise CallError(f"{tool.name} took longer than {limit:g} seconds") from None
+            raise CallError(described(error)) from None
 
 
 def make_style(settings: ToolEnvironment, tools: Sequence[Tool], template: str | None) -> CallStyle:
@@ -72,17 +83,46 @@ def make_style(settings: ToolEnvironment, tools: Sequence[Tool], template: str |
     name = style_of_template(template) if settings.style == "auto" else settings.style
     if name == "tag":
         return Tags([tool.name for tool in tools], settings.result, settings.opening, settings.closing)
-    return {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}[name]()
+    # Without any template contents are joined as they are, whosever they are.
+    told = template is None or knows_tools(template)
+    return {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}[name](told=told)
+
+
+def knows_tools(template: str | None) -> bool:
+    """Whether a chat template tells the model of tools."""
+    return template is not None and "tools" in template
 
 
 def instructions(tools: Sequence[Tool], style: CallStyle) -> str:
     """What a system prompt tells a model whose chat template knows nothing of tools."""
-    listed = "\n".join(f"- {tool.describe()}" for tool in tools)
-    example = tools[0].name
-    opening, closing = f"<{example}>", f"</{example}>"
-    if isinstance(style, Tags) and style.opening is not None:
-        opening, closing = style.opening, style.closing or ""
+    how = _in_tags(tools, style) if isinstance(style, Tags) else _in_json(tools, style)
+    return f"{how}\nYou will be shown the result, and can go on from there. An answer without a call is your last."
+
+
+def _in_tags(tools: Sequence[Tool], style: CallStyle) -> str:
+    listed = "\n".join(
+        "\n".join([f"- {tool.describe()}", *(f"  - {line}" for line in tool.describe_arguments())]) for tool in tools
+    )
+    told = f"You can use these tools:\n{listed}\n"
+    several = [tool for tool in tools if len(tool.properties) > 1]
+    few = [tool for tool in tools if len(tool.properties) == 1]
+    none = [tool for tool in tools if not tool.properties]
+    ways = []
+    if few:
+        ways.append(f"To use one, write {style.example(few[0].name, '...')} with its argument between.")
+    if several:
+        whose = "To use one that has several arguments" if few else "To use one"
+        example = style.example(several[0].name, several[0].example())
+        ways.append(f"{whose}, write them as a JSON object: {example}")
+    if none:
+        ways.append(f"Without arguments, a call is {style.example(none[0].name, '')}")
+    return told + "\n".join(ways)
+
+
+def _in_json(tools: Sequence[Tool], style: CallStyle) -> str:
+    schemas = "\n".join(json.dumps(tool.schema["function"], ensure_ascii=False) for tool in tools)
+    example = style.example(tools[0].name, tools[0].example())
     return (
-        f"You can use these tools:\n{listed}\nTo use one, write {opening}...{closing} with its argument between. "
-        "You will be shown the result, and can go on from there. An answer without a call is your last."
+        f"You can use these tools, each of which is described by a JSON schema:\n{schemas}\n"
+        f"To use one, write the call as JSON, with a value for each ...:\n{example}"
     )

@@ -15,7 +15,7 @@ from strop.config.alarms import AlarmSettings
 from strop.config.data import DataSource
 from strop.config.environment import PythonTool
 from strop.config.offline import RolloutColumns
-from strop.config.rewards import CodeVerifier, FormatVerifier, JudgeVerifier, RewardSettings
+from strop.config.rewards import CodeVerifier, EnvironmentVerifier, FormatVerifier, JudgeVerifier, RewardSettings
 from strop.config.rollout import RolloutSettings
 from strop.config.run import EvaluationSettings
 from strop.config.sandbox import SandboxSettings
@@ -60,6 +60,7 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield from _idle_rewards(config.rewards)
     yield from _idle_sandbox(config)
     yield from _idle_alarms(config)
+    yield from _idle_environment(config)
     sources = {"data.train": config.data.train, "data.eval": config.data.eval}
     if config.warmup is not None:
         sources["warmup.data"] = config.warmup.data
@@ -102,10 +103,8 @@ def _idle_curriculum(config: Config) -> Iterator[UserError]:
 def _idle_sandbox(config: Config) -> Iterator[UserError]:
     given, default = config.sandbox, SandboxSettings()
     changed = [name for name in SandboxSettings.model_fields if getattr(given, name) != getattr(default, name)]
-    judges = [*(config.rewards.verifiers if config.rewards is not None else []), *(config.evaluation.verifiers or [])]
-    judges += config.alarms.second_opinion.verifiers if config.alarms.second_opinion is not None else []
     tools = getattr(config.environment, "tools", [])
-    if not any(isinstance(one, CodeVerifier | PythonTool) for one in [*judges, *tools]):
+    if not any(isinstance(one, CodeVerifier | PythonTool) for one in [*_judges(config), *tools]):
         for name in changed:
             yield _problem(f"sandbox.{name}", "without a verifier or a tool that runs programs")
         return
@@ -119,6 +118,21 @@ def _idle_sandbox(config: Config) -> Iterator[UserError]:
         yield _problem("sandbox.token_variable", "without a sandbox service", "set sandbox.url")
     if given.allow_unsandboxed and given.backend == "bubblewrap":
         yield _problem("sandbox.allow_unsandboxed", "with `sandbox.backend: bubblewrap`", "set sandbox.backend to auto")
+
+
+def _judges(config: Config) -> list[Any]:
+    """Verifiers of training, of evaluations and of the second opinion."""
+    found = [*(config.rewards.verifiers if config.rewards is not None else []), *(config.evaluation.verifiers or [])]
+    second = config.alarms.second_opinion
+    return found + (second.verifiers if second is not None else [])
+
+
+def _idle_environment(config: Config) -> Iterator[UserError]:
+    if not getattr(config.environment, "malformed_penalty", 0.0):
+        return
+    if not any(isinstance(judge, EnvironmentVerifier) for judge in _judges(config)):
+        why = "without a verifier of the kind `environment`, which counts what turns are given"
+        yield _problem("environment.malformed_penalty", why, "add {kind: environment} to rewards.verifiers")
 
 
 def _idle_alarms(config: Config) -> Iterator[UserError]:

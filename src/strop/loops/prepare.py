@@ -17,7 +17,6 @@ ROLE = "role"
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
-    from strop.config.rewards import RewardSettings
     from strop.data.prompts import PromptDataset
     from strop.data.rendering import Renderer
     from strop.data.rollouts import CheckedGroups, RolloutDataset
@@ -140,11 +139,13 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
             renderer,
         )
 
+    from strop.loops.told import warn_of_tools
     from strop.planning.hardware import choose_hardware
 
     algorithm = make_algorithm(config)
     if world is not None:
         _check_world(config, world, demands_of(algorithm))
+        warn_of_tools(config, world, train, facts)
     if seen is not None:
         check_offline(config, algorithm, demands_of(algorithm), seen)
     hardware = choose_hardware(config)
