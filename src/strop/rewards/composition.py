@@ -203,8 +203,10 @@ def check_errors(
         mend = "mend the verifier or the data; a failure is never counted as a reward of 0"
     else:
         what, where = f"no verifier applies to {count} of {len(rewards)} completions", key
-        mend = "give every row and every role a verifier that is for it (`when`) and does not say None, or return 0 for "
-        mend += "what is worth nothing"
+        mend = (
+            "give every row and every role a verifier that is for it (`when`) and does not say None, or return 0 for "
+            "what is worth nothing"
+        )
     if ways["timeout"] == count:
         limit = "environment.step_timeout and environment.episode_timeout" if environment else "rewards.timeout"
         mend = f"give it more time with {limit}, or make it faster"
