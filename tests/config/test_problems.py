@@ -192,6 +192,11 @@ def test_a_rule_of_a_section_names_the_section() -> None:
     assert "two verifiers are called 'exact'" in problem.what
 
 
+def test_a_character_that_occurs_twice_is_named() -> None:
+    [problem] = found(data=yaml.safe_load(BASE) | {"model": {"create": {"characters": "0123+=2"}}})
+    assert "characters holds the character '2' twice" in problem.what
+
+
 def test_an_empty_mapping_lists_what_a_recipe_needs() -> None:
     assert [problem.what.split(";")[0] for problem in found(data={})] == [
         "`model` is missing",

@@ -334,3 +334,32 @@ def test_time_outs_are_mended_by_time() -> None:
     with pytest.raises(RunFailure) as caught:
         check_errors([bad(status="timeout")], first_step=False, settings=SETTINGS)
     assert "rewards.timeout" in caught.value.mend
+
+
+async def test_a_completion_to_which_no_verifier_applies_asks_for_a_verifier() -> None:
+    verifiers = [{"kind": "exact", "when": {"role": "seller"}}]
+    judged = build_scorer(RewardSettings.model_validate({"verifiers": verifiers}))
+    rows = [{"role": "seller"}, {"role": "buyer"}, {"role": "buyer"}]
+    rewards = await judged.score([Completed(prompt="", completion="1", answer="1", row=row) for row in rows])
+    assert [reward.status for reward in rewards] == ["ok", "verifier_error", "verifier_error"]
+    with pytest.raises(RunFailure) as caught:
+        check_errors(rewards, first_step=True, settings=SETTINGS)
+    assert "no verifier applies to 2 of 3 completions" in caught.value.what
+    assert "every role" in caught.value.mend
+    assert caught.value.where == "rewards.verifiers"
+
+
+@pytest.mark.parametrize("status", ["environment_error", "timeout"])
+def test_an_environment_that_failed_is_told_as_one(status: Any) -> None:
+    with pytest.raises(RunFailure) as caught:
+        check_errors([GOOD, bad("environment", status)], first_step=True, settings=SETTINGS)
+    assert "the environment failed in 1 of 2 episodes" in caught.value.what
+    assert caught.value.where == "environment"
+    assert ("environment.step_timeout" in caught.value.mend) == (status == "timeout")
+
+
+def test_a_verifier_called_environment_is_not_the_environment() -> None:
+    with pytest.raises(RunFailure) as caught:
+        check_errors([GOOD, bad("environment")], first_step=True, settings=SETTINGS)
+    assert "the verifier 'environment' could not score 1 of 2 completions" in caught.value.what
+    assert caught.value.where == "rewards.verifiers, environment"

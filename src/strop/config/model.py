@@ -41,8 +41,9 @@ class NewModel(StrictModel):
             raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of 2 x heads ({2 * self.heads})")
         if self.heads % (self.key_value_heads or self.heads):
             raise ValueError(f"heads {self.heads} is not a multiple of key_value_heads {self.key_value_heads}")
-        if len(set(self.characters)) != len(self.characters):
-            raise ValueError("characters holds the same character twice")
+        twice = next((c for at, c in enumerate(self.characters) if c in self.characters[:at]), None)
+        if twice is not None:
+            raise ValueError(f"characters holds the character {twice!r} twice")
         return self
 
 

@@ -59,7 +59,7 @@ def combine(verdicts: Mapping[str, Verdict], settings: RewardSettings, row: Mapp
     scores = {name: components[name] for name in counted if name in components}
     first = next(iter(concerned), next(iter(verdicts)))
     if not scores:
-        return failure(f"{', '.join(verdicts)}: no verifier applies to this completion", first)
+        return failure(f"{', '.join(verdicts)}: no verifier applies to this completion", "")
     total = sum(verifiers[name].weight * held(score, verifiers[name].clip) for name, score in scores.items())
     total = held(total, settings.clip)
     if not math.isfinite(total):

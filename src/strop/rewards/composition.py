@@ -195,26 +195,37 @@ def check_errors(
     failures = [reward for reward in rewards if reward.status != "ok"]
     if not failures or (not first_step and len(failures) / len(rewards) <= settings.max_error_share):
         return
-    name, count = Counter(reward.failed for reward in failures).most_common(1)[0]
-    of_it = [reward for reward in failures if reward.failed == name]
+    (name, environment), count = Counter(map(_culprit, failures)).most_common(1)[0]
+    of_it = [reward for reward in failures if _culprit(reward) == (name, environment)]
     ways = Counter(reward.status for reward in of_it)
     told = ", ".join(f"{status} {number}" for status, number in ways.most_common())
-    others = f"; {len(failures) - count} more failed in other verifiers" if len(failures) > count else ""
+    others = f"; {len(failures) - count} more failed in another way" if len(failures) > count else ""
     rule = (
         "in the first step of a run none may fail"
         if first_step
         else f"rewards.max_error_share allows {settings.max_error_share:.0%}"
     )
-    environment = name == "environment"
-    slow = ways["timeout"] == count
-    what = "the environment failed in" if environment else f"the verifier {name!r} could not score"
-    limit = "environment.step_timeout and environment.episode_timeout" if environment else "rewards.timeout"
-    raise RunFailure(
-        f"{what} {count} of {len(rewards)} {'episodes' if environment else 'completions'} ({told}){others}; {rule}. "
-        f"First: {of_it[0].detail}",
-        where="environment" if environment else f"{key}, {name}",
-        mend=f"give it more time with {limit}, or make it faster"
-        if slow
-        else f"mend the {'environment' if environment else 'verifier'} or the data; a failure is never counted as a "
-        "reward of 0",
-    )
+    if environment:
+        what, where = f"the environment failed in {count} of {len(rewards)} episodes", "environment"
+        mend = "mend the environment or the data; a failure is never counted as a reward of 0"
+    elif name:
+        what, where = f"the verifier {name!r} could not score {count} of {len(rewards)} completions", f"{key}, {name}"
+        mend = "mend the verifier or the data; a failure is never counted as a reward of 0"
+    else:
+        what, where = f"no verifier applies to {count} of {len(rewards)} completions", key
+        mend = (
+            "give every row and every role a verifier that is for it (`when`) and does not say None, or return 0 for "
+            "what is worth nothing"
+        )
+    if ways["timeout"] == count:
+        limit = "environment.step_timeout and environment.episode_timeout" if environment else "rewards.timeout"
+        mend = f"give it more time with {limit}, or make it faster"
+    raise RunFailure(f"{what} ({told}){others}; {rule}. First: {of_it[0].detail}", where=where, mend=mend)
+
+
+def _culprit(reward: Reward) -> tuple[str, bool]:
+    """What failed: a verifier's name, empty where none applies, and whether it was the environment itself.
+
+    A verifier may be called `environment` too, but a completion that it cannot score is a `verifier_error`.
+    """
+    return reward.failed, reward.failed == "environment" and reward.status != "verifier_error"

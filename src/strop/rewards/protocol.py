@@ -52,7 +52,7 @@ class Reward:
     components as `name/component`; a verifier that failed, does not apply or was shut out by a gate is not in it.
     correct: whether the score of the first verifier for such rows reaches `rewards.correct_at`; None unless status is
     "ok", and None where that verifier does not apply. failed: name of the verifier that gave the status; empty when it
-    is "ok".
+    is "ok", and when no verifier applies.
     """
 
     total: float

@@ -77,7 +77,8 @@ class Episode:
         sample: index within the group.
         row: the data row: prompt, answer and every other column.
         prompt_id: stable name of the row in its dataset.
-        failed: name of the verifier that could not score the completion, or `environment`; empty otherwise.
+        failed: name of the verifier that could not score the completion, or `environment`; empty otherwise, and where
+            no verifier applies.
         completion: text of the policy's last turn, without special tokens.
         messages: the whole conversation, where there was one of several turns.
         turn_rewards: what the environment gave for turns of the policy.
