@@ -148,6 +148,7 @@ class PythonFactory:
     stop: Sequence[str] = ()
 
     def __init__(self, settings: PythonEnvironment | SelfPlayEnvironment, *, where: str = "environment") -> None:
+        self.name = settings.factory
         self._class = load_function(settings.factory, where=f"{where}.factory")
         self._arguments = settings.arguments
         self.forks = inspect.iscoroutinefunction(getattr(self._class, "fork", None))

@@ -178,7 +178,7 @@ def _text(found: Any, said: str) -> str:
 
 
 def _encodable(found: Any, said: str) -> None:
-    """Refuse texts that are no Unicode, however deep they are inside: no tokenizer reads them and no file holds them."""
+    """Refuse texts that are no Unicode, however deep they are inside: no tokenizer reads them, no file holds them."""
     if isinstance(found, str):
         try:
             found.encode("utf-8")

@@ -67,8 +67,8 @@ def result(task: asyncio.Task[T]) -> T:
 
 
 async def stop(task: asyncio.Task[Any], limit: float | None = None) -> None:
-    """Cancel a task. One that goes on nevertheless is left behind: it can no longer stop anything else, not even the end
-    of the event loop."""
+    """Cancel a task. One that goes on nevertheless is left behind, and can no longer stop anything else, not even the
+    end of the event loop."""
     task.cancel()
     try:
         await asyncio.wait({task}, timeout=GRACE if limit is None else min(GRACE, limit))

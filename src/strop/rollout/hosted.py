@@ -41,12 +41,8 @@ class Host:
         stream: tuple[int, ...],
     ) -> None:
         tokenizer: Any = speaker.tokenizer
-        self.prompt, self.tokens, self.answer, self.row = (
-            prompt.prompt,
-            list(prompt.tokens),
-            prompt.answer,
-            own_copy(prompt.row),
-        )
+        self.prompt, self.tokens = own_copy(prompt.prompt), list(prompt.tokens)
+        self.answer, self.row = own_copy(prompt.answer), own_copy(prompt.row)
         self.rendered = getattr(prompt, "text", None) or tokenizer.decode(self.tokens, skip_special_tokens=False)
         self.max_new_tokens, self.temperature, self.stop = settings.max_new_tokens, settings.temperature, settings.stop
         self.context, self.tokenizer = world.context, tokenizer
@@ -156,6 +152,7 @@ class Host:
     async def _watched(self, driver: Driver) -> Driven:
         """What the driver says; its own time, between requests, is bounded by `step_timeout`."""
         limit = self._limits.step_timeout
+        name = f"{type(driver).__name__}.drive"
         work = start(lambda: driver.drive(self), checks.driven)
         moved: asyncio.Future[Any] | None = None
         try:
@@ -168,10 +165,10 @@ class Host:
                 in_time = moved.done()
                 moved.cancel()
                 if not work.done() and not in_time and not self._waiting:
-                    raise self._world.failure(TooLong(), driver, "drive")
+                    raise self._world.failure(TooLong(), driver, name)
             return result(work)
         except Raised as error:
-            raise self._world.failure(error, driver, "drive") from error
+            raise self._world.failure(error, driver, name) from error
         finally:
             if moved is not None:
                 moved.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from strop.rollout.episode import Episode, Status, TurnId
 
 T = TypeVar("T")
 _PACKAGE = str(Path(__file__).parents[1])
+LONGEST = 1000
+"""Characters kept of a detail."""
 ENVIRONMENT = "environment"
 """What `Episode.failed` says when it was the environment that failed."""
 
@@ -86,7 +88,7 @@ class World:
                 self.settings.step_timeout,
             )
         except (Raised, TooLong) as error:
-            raise self.failure(error, factory, "make") from error
+            raise self.failure(error, factory, getattr(factory, "name", f"{type(factory).__name__}.make")) from error
         if hasattr(made, "ready"):
             try:
                 await self.ask(made, "ready", bounded=False)
@@ -115,10 +117,13 @@ class World:
         try:
             return await call(lambda: getattr(asked, method)(*given), check, limit)
         except (Raised, TooLong) as error:
-            raise self.failure(error, asked, method) from error
+            raise self.failure(error, asked, f"{type(asked).__name__}.{method}") from error
 
-    def failure(self, error: Raised | TooLong, asked: Any, method: str) -> Failed:
-        """What a call of an environment's method failed with, in words.
+    def failure(self, error: Raised | TooLong, asked: Any, name: str) -> Failed:
+        """What a call failed with, in words.
+
+        Args:
+            asked: whose code was called. name: of what was called.
 
         Raises:
             StropError: the call raised it; such an error is not the episode's alone.
@@ -129,7 +134,6 @@ class World:
         cause = error.error
         if isinstance(cause, StropError):
             raise cause
-        name = f"{type(asked).__name__}.{method}"
         if isinstance(cause, checks.Malformed):
             return Failed(Status.ENVIRONMENT_ERROR, f"{name} {cause}")
         file = getattr(sys.modules.get(type(asked).__module__), "__file__", None)
@@ -148,12 +152,12 @@ async def _returned(function: Callable[[], T]) -> T:
     return function()
 
 
-def own_copy(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A data row for one environment alone: what it does to it must not reach the data, nor other completions."""
+def own_copy(data: T) -> T:
+    """Data for one environment alone: what it does to them must not reach the data set, nor other completions."""
     try:
-        return copy.deepcopy(dict(row))
+        return copy.deepcopy(data)
     except Exception:  # columns that a function of the user's made may hold anything
-        return dict(row)
+        return copy.copy(data)
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ class Failed(Exception):
 
     def __init__(self, status: Status, detail: str) -> None:
         # What others wrote may hold what no file can: half characters, from a broken decoding.
-        detail = shorten(detail.encode("utf-8", "backslashreplace").decode("utf-8"))
+        detail = shorten(detail.encode("utf-8", "backslashreplace").decode("utf-8"), LONGEST)
         super().__init__(detail)
         self.status, self.detail = status, detail
 
