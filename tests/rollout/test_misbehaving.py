@@ -304,6 +304,19 @@ def test_a_factory_that_gives_no_environment(name: str, says: str) -> None:
     check_failed(asyncio.run(played(factory)), says)
 
 
+def gives_riddles() -> Any:
+    class Riddle(Script):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    return Riddle([])
+
+
+def test_an_environment_whose_attributes_raise() -> None:
+    factory = PythonFactory(PythonEnvironment(kind="python", factory=f"{__name__}:gives_riddles"))
+    check_failed(asyncio.run(played(factory)), "gives_riddles raised KeyError: 'ready'")
+
+
 class SyncStep(Whims):
     def __init__(self) -> None: ...
 

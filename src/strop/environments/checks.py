@@ -22,6 +22,7 @@ class Malformed(Exception):
 
 def environment(found: Any, methods: Sequence[str] = ENVIRONMENT) -> Any:
     """An environment or a match, as a factory or `fork` returned it."""
+    hasattr(found, "ready")  # asked for later, by those who do not expect a `__getattr__` to raise
     if hasattr(found, "drive"):
         methods = ("drive", "close")
     for method in methods:
