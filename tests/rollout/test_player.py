@@ -252,7 +252,14 @@ def test_first_messages_that_leave_no_room_are_the_environments_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("opening", "says"), [([{"role": "user", "content": ""}], "no tokens"), ([{"role": "user"}], "template refuses")]
+    ("opening", "says"),
+    [
+        ([{"role": "user", "content": ""}], "no tokens"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [1]}, {"role": "user", "content": "?"}],
+            "template refuses",
+        ),
+    ],
 )
 def test_first_messages_that_cannot_be_read_are_the_environments_fault(opening: Any, says: str) -> None:
     episode, policy = play("qwen2_5", Script([], opening=opening), render="text" if "tokens" in says else "chat")
@@ -298,7 +305,7 @@ class WrongRole(Script):
         (Slow([]), {"step_timeout": 0.05}, "timeout", "longer than 0.05 s for one answer"),
         (Slow([]), {"episode_timeout": 0.05}, "timeout", "the episode took longer than 0.05 s"),
         (Admits([]), {}, "environment_error", "the server is gone"),
-        (WrongRole([]), {}, "environment_error", "template refuses"),
+        (WrongRole([]), {}, "environment_error", "a message without `content`"),
     ],
     ids=["raises", "slow step", "slow episode", "says so", "malformed"],
 )

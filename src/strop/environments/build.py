@@ -152,6 +152,7 @@ class PythonFactory:
     stop: Sequence[str] = ()
 
     def __init__(self, settings: PythonEnvironment | SelfPlayEnvironment, *, where: str = "environment") -> None:
+        self.name = settings.factory
         self._class = load_function(settings.factory, where=f"{where}.factory")
         self._arguments = settings.arguments
         self.forks = inspect.iscoroutinefunction(getattr(self._class, "fork", None))
@@ -166,7 +167,7 @@ class PythonFactory:
                 mend=f"it takes {inspect.signature(self._class)}",
             ) from error
         except ValueError:
-            return  # a class without a signature: the call itself will tell
+            pass  # a class without a signature: the call itself will tell
         methods = ["reset(row)", "step(role, turn)", "rewards()"] if match else ["reset(row)", "step(turn)"]
         for method in [*methods, "close()"]:
             name = method.partition("(")[0]
@@ -177,6 +178,9 @@ class PythonFactory:
                     where=f"{where}.factory",
                     mend=f"{'a match' if match else 'an environment'} has {listed} and `async close()`",
                 )
+        if inspect.isclass(self._class):
+            for method in [*methods, "close()", *(["fork()"] if self.forks else [])]:
+                _check_call(self._class, method, settings.factory, f"{where}.factory")
 
     def make(self) -> Environment:
         return self._class(**self._arguments)  # type: ignore[no-any-return]
@@ -186,6 +190,28 @@ class PythonFactory:
 
     async def close(self) -> None:
         await asyncio.sleep(0)
+
+
+def _check_call(made: type, method: str, name: str, where: str) -> None:
+    """Check that a method can be called as `method` says, such as `step(role, turn)`.
+
+    Raises:
+        UserError: it takes other arguments.
+    """
+    called, _, given = method.rstrip(")").partition("(")
+    arguments = [one for one in given.split(", ") if one]
+    fixed = isinstance(inspect.getattr_static(made, called), (staticmethod, classmethod))
+    found = getattr(made, called)
+    try:
+        inspect.signature(found).bind(*arguments if fixed else ["self", *arguments])
+    except TypeError as error:
+        raise UserError(
+            f"`{called}` of {name} takes other arguments: {error}",
+            where=where,
+            mend=f"write it as `async def {called}({', '.join(['self', *arguments])})`",
+        ) from error
+    except ValueError:
+        return  # no signature to be found: the call itself will tell
 
 
 def _roles(factory: Any, name: str, where: str) -> Sequence[str]:

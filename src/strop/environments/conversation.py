@@ -154,6 +154,8 @@ class Conversation:
         # Templates want calls to stand in a field of their own, and write them in their own way: only what they put
         # behind the turn is taken from there.
         marked = self._renderer.chat(past, self._where)
+        if MARK not in marked:
+            return None
         ending = marked[marked.rindex(MARK) + len(MARK) :]
         plain = self._renderer.chat(self._messages, self._where)
         whole = self._renderer.chat([*self._messages, *messages], self._where, generation=True)

@@ -24,7 +24,7 @@ class OwnLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True).start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_kept(work), self._loop))
 
     def stop(self) -> None:
         """End the thread, as soon as what runs in it lets go."""
@@ -42,3 +42,11 @@ class OwnLoop:
         if left:
             loop.run_until_complete(asyncio.wait(left, timeout=GRACE))
         loop.close()
+
+
+async def _kept(work: Coroutine[Any, Any, T]) -> T:
+    """What would end the loop ends the coroutine only."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

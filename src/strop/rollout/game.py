@@ -9,13 +9,14 @@ from itertools import chain
 from typing import Any
 
 from strop.config.rollout import TreeSettings
+from strop.environments import checks
 from strop.environments.conversation import Conversation
 from strop.environments.protocol import Done, Environment, Observation, PolicyTurn
 from strop.errors import StropError
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
 from strop.rollout.windows import all_or_none, cancel
-from strop.rollout.world import Failed, PromptLike, Speaker, World, too_long
+from strop.rollout.world import Failed, PromptLike, Speaker, World, own_copy, too_long
 
 
 @dataclass(frozen=True)
@@ -64,17 +65,19 @@ class Game:
 
     async def _own_path(self) -> None:
         try:
-            async with asyncio.timeout_at(self.deadline):
+            async with asyncio.timeout_at(self.deadline) as limit:
                 await self._turns(self.start or await self._begin())
         except Failed as failure:
             failure.mark(self.episode)
         except TimeoutError:
+            if not limit.expired():
+                raise
             too_long(self.world.settings.episode_timeout).mark(self.episode)
         finally:
             await self.world.close(self.environment)
 
     async def _begin(self) -> _State:
-        opening = await self.world.answer(self.environment.reset(self.prompt.row))
+        opening = await self.world.ask(self.environment, "reset", own_copy(self.prompt.row), check=checks.opening)
         conversation = self._conversation(opening)
         place = begin_reading(self.episode, conversation)
         return _State(conversation, place, 0, len(self.episode.turns[place].tokens))
@@ -95,9 +98,9 @@ class Game:
             if finish == "aborted":
                 break
             said = PolicyTurn(self.episode.completion, finish, number)  # type: ignore[arg-type]
-            answer = await self.world.answer(self.environment.step(said))
+            answer = await self.world.ask(self.environment, "step", said, check=checks.answer)
             if answer.reward is not None:
-                self.episode.turn_rewards[turn] = float(answer.reward)
+                self.episode.turn_rewards[turn] = answer.reward
             tokens = self.episode.turns[turn].tokens.tolist()
             if isinstance(answer, Done):
                 conversation.said(said.text, tokens, turn)
@@ -122,7 +125,7 @@ class Game:
             return
         leaves = tree.branches ** (len(tree.at) - len(episode.branched) - 1)
         branched = (*episode.branched, len(episode.turns))
-        others = [await self.world.answer(self.environment.fork()) for _ in range(1, tree.branches)]  # type: ignore[attr-defined]
+        others = await self._forked(tree.branches - 1)
         for branch, environment in enumerate(others, 1):
             other = episode.fork(episode.sample + branch * leaves)
             other.branch, other.branched = (*episode.branch, branch), branched
@@ -136,6 +139,18 @@ class Game:
             )
             self._forks.append(asyncio.get_running_loop().create_task(game.play()))
         episode.branch, episode.branched = (*episode.branch, 0), branched
+
+    async def _forked(self, count: int) -> list[Environment]:
+        """So many forks of the environment; none is left open if one of them fails."""
+        others: list[Environment] = []
+        try:
+            for _ in range(count):
+                others.append(await self.world.ask(self.environment, "fork", check=_forked_environment))
+        except BaseException:
+            for other in others:
+                await self.world.close(other)
+            raise
+        return others
 
     def _observe(self, conversation: Conversation, answer: Observation, first: int, *, more: bool) -> TurnId | None:
         """Append what the policy reads next; nothing, and None, where no turn can follow: it would be read by no one,
@@ -156,6 +171,10 @@ class Game:
         given = self.prompt.prompt if opening is None else list(opening)
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given)
         return begin_conversation(self.world, messages, self.prompt, chat=self.world.renderer.renders_chat(given))
+
+
+def _forked_environment(found: Any) -> Any:
+    return checks.environment(found, ("step", "close"))
 
 
 def begin_conversation(

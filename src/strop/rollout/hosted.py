@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from strop.environments import checks
 from strop.environments.driven import Driven, Driver, Path, Sampled
-from strop.errors import StropError
+from strop.rollout.calls import Raised, TooLong, result, start, stop
 from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
-from strop.rollout.world import Failed, PromptLike, Speaker, World, too_long
+from strop.rollout.world import Failed, PromptLike, Speaker, World, own_copy, too_long
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Host:
         stream: tuple[int, ...],
     ) -> None:
         tokenizer: Any = speaker.tokenizer
-        self.prompt, self.tokens, self.answer, self.row = prompt.prompt, list(prompt.tokens), prompt.answer, prompt.row
+        self.prompt, self.tokens = own_copy(prompt.prompt), list(prompt.tokens)
+        self.answer, self.row = own_copy(prompt.answer), own_copy(prompt.row)
         self.rendered = getattr(prompt, "text", None) or tokenizer.decode(self.tokens, skip_special_tokens=False)
         self.max_new_tokens, self.temperature, self.stop = settings.max_new_tokens, settings.temperature, settings.stop
         self.context, self.tokenizer = world.context, tokenizer
@@ -64,11 +66,13 @@ class Host:
         raised."""
         limit = self._limits.episode_timeout
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(limit) as scope:
                 await self._play(driver)
         except Failed as failure:
             failure.mark(self._episode)
         except TimeoutError:
+            if not scope.expired():
+                raise
             too_long(limit).mark(self._episode)
         finally:
             await self._world.close(driver)
@@ -148,7 +152,9 @@ class Host:
     async def _watched(self, driver: Driver) -> Driven:
         """What the driver says; its own time, between requests, is bounded by `step_timeout`."""
         limit = self._limits.step_timeout
-        work = asyncio.ensure_future(driver.drive(self))
+        name = f"{type(driver).__name__}.drive"
+        work = start(lambda: driver.drive(self), checks.driven)
+        moved: asyncio.Future[Any] | None = None
         try:
             while not work.done():
                 self._moved.clear()
@@ -159,14 +165,15 @@ class Host:
                 in_time = moved.done()
                 moved.cancel()
                 if not work.done() and not in_time and not self._waiting:
-                    raise Failed(Status.TIMEOUT, f"the environment took longer than {limit:g} s for one answer")
-            return work.result()
-        except (Failed, StropError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            raise Failed(Status.ENVIRONMENT_ERROR, f"{type(error).__name__}: {error}") from error
+                    raise self._world.failure(TooLong(), driver, name)
+            return result(work)
+        except Raised as error:
+            raise self._world.failure(error, driver, name) from error
         finally:
-            work.cancel()
+            if moved is not None:
+                moved.cancel()
+            if not work.done():
+                await stop(work, limit)
 
     def _write(self, paths: Sequence[Path]) -> TurnId:
         """Write the episode; returns its last sampled turn."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
+from strop.environments import checks
 from strop.environments.conversation import Conversation
 from strop.environments.protocol import Done, PolicyTurn
 from strop.environments.self_play import Match, Move
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
 from strop.rollout.game import begin_conversation, begin_reading, observe
-from strop.rollout.world import Failed, PromptLike, Speaker, World, too_long
+from strop.rollout.world import Failed, PromptLike, Speaker, World, own_copy, too_long
 
 
 @dataclass
@@ -45,6 +47,11 @@ class SelfPlay:
     stream: tuple[int, ...]
     sides: dict[str, _Side] = field(default_factory=dict)
 
+    @property
+    def roles(self) -> Sequence[str]:
+        """As the factory knows them: sample numbers follow from their order."""
+        return self.world.factory.roles
+
     async def play(self) -> list[Episode]:
         """An episode for each role that had a turn, in order of the roles; their rows have the column `role`.
 
@@ -53,18 +60,21 @@ class SelfPlay:
         """
         failure: Failed | None = None
         try:
-            async with asyncio.timeout(self.world.settings.episode_timeout):
-                await self._turns(await self.world.answer(self.match.reset(self.prompt.row)))
+            async with asyncio.timeout(self.world.settings.episode_timeout) as limit:
+                begin = partial(checks.move, roles=self.roles)
+                await self._turns(await self.world.ask(self.match, "reset", own_copy(self.prompt.row), check=begin))
         except Failed as found:
             failure = found
         except TimeoutError:
+            if not limit.expired():
+                raise
             failure = too_long(self.world.settings.episode_timeout)
         finally:
             await self.world.close(self.match)
         if failure is not None and not self.sides:
             failure.mark(self.episode)
             return [self.episode]
-        played = [self.sides[role] for role in self.match.roles if role in self.sides]
+        played = [self.sides[role] for role in self.roles if role in self.sides]
         for side in played:
             side.episode.messages = side.conversation.messages
             if failure is not None:
@@ -84,10 +94,11 @@ class SelfPlay:
                     other.finish = "aborted"
                 return
             said = PolicyTurn(side.episode.completion, side.finish, side.spoken - 1)  # type: ignore[arg-type]
-            answer = await self.world.answer(self.match.step(move.role, said))
+            check = partial(checks.move_or_done, roles=self.roles, begun=list(self.sides))
+            answer = await self.world.ask(self.match, "step", move.role, said, check=check)
             side.conversation.said(said.text, side.episode.turns[turn].tokens.tolist(), turn)
             if answer.reward is not None:
-                side.episode.turn_rewards[turn] = float(answer.reward)
+                side.episode.turn_rewards[turn] = answer.reward
             if isinstance(answer, Done):
                 if answer.error is not None:
                     raise Failed(Status.ENVIRONMENT_ERROR, answer.error)
@@ -102,10 +113,6 @@ class SelfPlay:
 
     def _side(self, move: Move) -> _Side | None:
         """The role whose turn it is, having read what is new to it; None where no turn of it fits."""
-        if move.role not in self.match.roles:
-            raise Failed(
-                Status.ENVIRONMENT_ERROR, f"there is no role {move.role!r} among {', '.join(self.match.roles)}"
-            )
         side = self.sides.get(move.role)
         if side is None:
             return self._enter(move)
@@ -119,7 +126,7 @@ class SelfPlay:
         return side
 
     def _enter(self, move: Move) -> _Side:
-        number = list(self.match.roles).index(move.role)
+        number = list(self.roles).index(move.role)
         row = {**self.prompt.row, "role": move.role}
         episode = replace(self.episode.fork(self.episode.sample + number), row=row, role=move.role)
         # What a match says is rendered as the data's prompts are: texts alone need no chat template.
@@ -137,21 +144,18 @@ class SelfPlay:
     async def _speak(self, side: _Side, role: str) -> TurnId:
         path = side.episode.path_tokens(side.place)
         settings = replace(self.settings, max_new_tokens=self._room(side, len(path)))
-        stream = (*self.stream, -1, list(self.match.roles).index(role), side.spoken)
+        stream = (*self.stream, -1, list(self.roles).index(role), side.spoken)
         turn, side.finish = await self.speaker.speak(side.episode, side.place, path, settings, stream)
         side.spoken += 1
         side.last = turn
         return turn
 
     async def _reward(self) -> None:
-        rewards: Any = await self.world.answer(self.match.rewards())
-        unknown = [role for role in rewards if role not in self.match.roles]
-        if unknown:
-            raise Failed(Status.ENVIRONMENT_ERROR, f"there is a reward for {unknown[0]!r}, which is no role")
+        rewards = await self.world.ask(self.match, "rewards", check=partial(checks.rewards, roles=self.roles))
         for role, side in self.sides.items():
             if role in rewards and side.last is not None:
                 given = side.episode.turn_rewards.get(side.last, 0.0)
-                side.episode.turn_rewards[side.last] = given + float(rewards[role])
+                side.episode.turn_rewards[side.last] = given + rewards[role]
 
     def _room(self, side: _Side, path: int) -> int:
         return self.world.room(side.episode, path, side.first, self.settings.max_new_tokens)

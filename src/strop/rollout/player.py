@@ -12,7 +12,7 @@ from strop.rollout.episode import Episode, Status
 from strop.rollout.game import Game
 from strop.rollout.hosted import Host
 from strop.rollout.match import SelfPlay
-from strop.rollout.world import Detokenizer, PromptLike, Speaker, World
+from strop.rollout.world import Detokenizer, Failed, PromptLike, Speaker, World
 
 
 class Player:
@@ -58,17 +58,19 @@ class Player:
             _, finish = await self._speaker.speak(episode, turn, prompt.tokens, settings, stream)
             episode.status = Status(finish)
             return [episode]
+        if tree is not None:
+            episode.branch = (episode.sample,)
         settings = replace(settings, stop=(*settings.stop, *world.factory.stop))
-        environment = world.factory.make()
-        if hasattr(environment, "ready"):
-            await environment.ready()
+        try:
+            environment = await world.make()
+        except Failed as failure:
+            failure.mark(episode)
+            return [episode]
         if world.factory.roles:
             return await SelfPlay(self._speaker, world, environment, episode, prompt, settings, stream).play()
         if isinstance(environment, Driver):
             await Host(self._speaker, world, episode, prompt, settings, stream).play(environment)
             return [episode]
-        if tree is not None:
-            episode.branch = (episode.sample,)
         deadline = asyncio.get_running_loop().time() + world.settings.episode_timeout
         game = Game(self._speaker, world, environment, episode, prompt, settings, stream, deadline, tree)
         return sorted(await game.play(), key=lambda played: played.sample)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Sequence
+import copy
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from strop.config.environment import AnyEnvironment
+from strop.environments import checks
 from strop.environments.protocol import EnvironmentFactory
 from strop.errors import StropError
+from strop.rewards.failures import describe_exception, shorten
+from strop.rollout.calls import Raised, TooLong, call
 from strop.rollout.engine import Engine, SampleRequest, SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
 
 T = TypeVar("T")
+_PACKAGE = str(Path(__file__).parents[1])
+LONGEST = 1000
+"""Characters kept of a detail."""
 ENVIRONMENT = "environment"
 """What `Episode.failed` says when it was the environment that failed."""
 
@@ -65,28 +74,90 @@ class World:
             room = min(room, limits.max_tokens - (path - first))
         return room
 
-    async def answer(self, work: Awaitable[T]) -> T:
-        """What the environment says, within its time.
+    async def make(self) -> Any:
+        """An environment, or a match, that is ready to begin.
 
         Raises:
-            Failed: it took too long, or raised something.
+            Failed: it cannot be made.
         """
-        limit = self.settings.step_timeout
+        factory, methods = self.factory, checks.MATCH if self.factory.roles else checks.ENVIRONMENT
         try:
-            return await asyncio.wait_for(work, limit)
-        except TimeoutError:
-            raise Failed(Status.TIMEOUT, f"the environment took longer than {limit:g} s for one answer") from None
-        except StropError:
-            raise
-        except Exception as error:
-            raise Failed(Status.ENVIRONMENT_ERROR, f"{type(error).__name__}: {error}") from error
+            made: Any = await call(
+                partial(_returned, factory.make),
+                partial(checks.environment, methods=methods),
+                self.settings.step_timeout,
+            )
+        except (Raised, TooLong) as error:
+            raise self.failure(error, factory, getattr(factory, "name", f"{type(factory).__name__}.make")) from error
+        if hasattr(made, "ready"):
+            try:
+                await self.ask(made, "ready", bounded=False)
+            except BaseException:
+                await self.close(made)
+                raise
+        return made
+
+    async def ask(
+        self,
+        asked: Any,
+        method: str,
+        *given: Any,
+        check: Callable[[Any], Any] = lambda found: found,
+        bounded: bool = True,
+    ) -> Any:
+        """What a method of an environment returns, checked, within its time.
+
+        Args:
+            check: gives what was returned as it should be, or raises `Malformed`. bounded: by `step_timeout`.
+
+        Raises:
+            Failed: it took too long, raised something, or returned what it should not.
+        """
+        limit = self.settings.step_timeout if bounded else None
+        try:
+            return await call(lambda: getattr(asked, method)(*given), check, limit)
+        except (Raised, TooLong) as error:
+            raise self.failure(error, asked, f"{type(asked).__name__}.{method}") from error
+
+    def failure(self, error: Raised | TooLong, asked: Any, name: str) -> Failed:
+        """What a call failed with, in words.
+
+        Args:
+            asked: whose code was called. name: of what was called.
+
+        Raises:
+            StropError: the call raised it; such an error is not the episode's alone.
+        """
+        if isinstance(error, TooLong):
+            limit = self.settings.step_timeout
+            return Failed(Status.TIMEOUT, f"the environment took longer than {limit:g} s for one answer")
+        cause = error.error
+        if isinstance(cause, StropError):
+            raise cause
+        if isinstance(cause, checks.Malformed):
+            return Failed(Status.ENVIRONMENT_ERROR, f"{name} {cause}")
+        file = getattr(sys.modules.get(type(asked).__module__), "__file__", None)
+        told = describe_exception(cause, file=file, outside=_PACKAGE)
+        return Failed(Status.ENVIRONMENT_ERROR, f"{name} raised {told}")
 
     async def close(self, environment: Any) -> None:
         """Close an environment; one that fails at that does not undo an episode that is played."""
         try:
-            await asyncio.wait_for(environment.close(), self.settings.step_timeout)
+            await self.ask(environment, "close")
         except Exception:
             return
+
+
+async def _returned(function: Callable[[], T]) -> T:
+    return function()
+
+
+def own_copy(data: T) -> T:
+    """Data for one environment alone: what it does to them must not reach the data set, nor other completions."""
+    try:
+        return copy.deepcopy(data)
+    except Exception:  # columns that a function of the user's made may hold anything
+        return copy.copy(data)
 
 
 @dataclass(frozen=True)
@@ -112,6 +183,8 @@ class Failed(Exception):
     """The environment failed."""
 
     def __init__(self, status: Status, detail: str) -> None:
+        # What others wrote may hold what no file can: half characters, from a broken decoding.
+        detail = shorten(detail.encode("utf-8", "backslashreplace").decode("utf-8"), LONGEST)
         super().__init__(detail)
         self.status, self.detail = status, detail
 
