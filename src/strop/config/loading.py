@@ -1,7 +1,7 @@
 """Reads a recipe: YAML files with `extends:`, then `key=value` overrides, then the strict schema.
 
-`null` removes a section or a mapping such as `arguments`, which then has its defaults, or is the value of a key that may
-be null. An override sets exactly the key it names. How files are merged is in `config/layers.py`.
+`null` removes a section or a mapping such as `arguments`, which then has its defaults, or is the value of a key that
+may be null. An override sets exactly the key it names. How files are merged is in `config/layers.py`.
 """
 
 from __future__ import annotations
