@@ -190,7 +190,9 @@ def test_many_open_files_are_no_hindrance() -> None:
 
 
 OWNER = """
-import sys, time
+import signal, sys, time
+# Where the tests run in the background of a shell, this one is ignored, and that is handed down.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = [{tests!r}]
 from host import processes_inside
 from strop.config.sandbox import SandboxSettings
