@@ -51,8 +51,9 @@ NOTHING_LEFT = "['main.py'] [] False False False 0o22\n"
 
 def test_a_job_sees_nothing_of_the_job_before(run: Callable[..., RunResult]) -> None:
     for _ in range(3):
-        assert run(LEAVE).ended == "ok"
-        assert run(LOOK).stdout == NOTHING_LEFT
+        left, seen = run(LEAVE), run(LOOK)
+        assert left.ended == "ok", left
+        assert seen.stdout == NOTHING_LEFT, seen
 
 
 def test_a_run_sees_nothing_of_the_run_before_in_its_job(pool: Pool) -> None:
