@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+
+import numpy as np
 
 from strop.rewards.final_answer import boxed, different, stated
 
@@ -15,6 +17,7 @@ GRAM = 4
 """Tokens of an n-gram, as in seq-rep-4 (arXiv 1908.04319)."""
 NEARLY = 0.8
 """Share of common n-grams from which two completions count as the same."""
+_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 MOST_PROMPTS = 64
 """Of more prompts the first are compared with each other."""
 
@@ -69,8 +72,8 @@ def repetition(outcomes: Sequence[Outcome]) -> Found:
 
 def repeated(tokens: Sequence[int]) -> float:
     """Share of n-grams that are not the first of their kind; 0 where there is none."""
-    grams = list(_grams(tokens))
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    grams = _grams(tokens)
+    return 1 - len(np.unique(grams)) / len(grams) if len(grams) else 0.0
 
 
 def stuffing(outcomes: Sequence[Outcome]) -> Found:
@@ -97,9 +100,11 @@ def sameness(outcomes: Sequence[Outcome]) -> Found | None:
     first: dict[str, Outcome] = {}
     for one in outcomes:
         first.setdefault(one.prompt_id, one)
-    chosen = [(one, frozenset(_grams(one.tokens)) or {tuple(one.tokens)}) for one in first.values()][:MOST_PROMPTS]
+    compared = list(first.values())[:MOST_PROMPTS]
+    chosen = [(one, frozenset(_grams(one.tokens).tolist() or [tuple(one.tokens)])) for one in compared]
     pairs = [
-        (one, len(a & b) / len(a | b) >= NEARLY)
+        # |a or b| = |a| + |b| - |a and b|, and no second set.
+        (one, (common := len(a & b)) >= NEARLY * (len(a) + len(b) - common))
         for (one, a), (other, b) in combinations(chosen, 2)
         if one.answer is None or one.answer != other.answer
     ]
@@ -171,8 +176,14 @@ def _listed(text: str) -> int:
     return most
 
 
-def _grams(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    return (tuple(tokens[at : at + GRAM]) for at in range(len(tokens) - GRAM + 1))
+def _grams(tokens: Sequence[int]) -> np.ndarray:
+    """[n - 3] uint64, a hash of each n-gram; two that differ have the same with a probability of 2^-64 or so."""
+    ids = np.asarray(tokens, dtype=np.uint64)
+    found = np.zeros(max(0, len(ids) - GRAM + 1), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for at in range(GRAM):
+            found = (found ^ (found >> np.uint64(29))) * _FACTOR + ids[at : at + len(found)] + np.uint64(1)
+    return found
 
 
 def _mean(outcomes: Sequence[Outcome], values: Sequence[float]) -> Found:
