@@ -14,6 +14,7 @@ from strop.config.supervised import SupervisedSettings
 from strop.data.columns import listed, nearest
 from strop.data.prompts import OverlongPrompt, Prompt, PromptDataset
 from strop.data.rendering import Message, Renderer, clean_messages
+from strop.data.rows import row_id
 from strop.data.sources import Source
 from strop.errors import DataError
 
@@ -136,7 +137,7 @@ class ExampleDataset:
         for example in examples:
             if len(example.tokens) > self.longest:
                 raise self._too_long(len(example.tokens), where)
-        return ExampleRow(f"row-{i:06d}", examples, worth, i, where)
+        return ExampleRow(row_id(i), examples, worth, i, where)
 
     def check(self) -> CheckedRows:
         """Render the first rows before anything else is done, and raise the first problem.

@@ -10,6 +10,7 @@ from strop.config.data import DataSettings
 from strop.data.curriculum import Curriculum
 from strop.data.order import Cursor
 from strop.data.rendering import Message, Renderer, check_messages, fill_template, template_columns
+from strop.data.rows import row_id
 from strop.data.sources import Source, require_column
 from strop.errors import DataError
 
@@ -122,7 +123,7 @@ class PromptDataset:
         tokens = self._renderer.tokens([text], chat)[0]
         self._check_length(i, tokens)
         return Prompt(
-            prompt_id=f"row-{i:06d}",
+            prompt_id=row_id(i),
             row=row,
             prompt=prompt,
             answer=row.get(self.source.mapping.answer),

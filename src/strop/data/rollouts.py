@@ -29,6 +29,7 @@ from strop.data.recorded import (
     token_ids,
 )
 from strop.data.rendering import Renderer
+from strop.data.rows import row_id
 from strop.data.sources import Source, require_column
 from strop.errors import DataError
 
@@ -256,7 +257,7 @@ class RolloutDataset:
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
         given = text if self._prompts is None else self._prompts.given(values, where)
         return Prompt(
-            prompt_id=f"row-{row:06d}",
+            prompt_id=row_id(row),
             row=own_columns(values, self._columns),
             prompt=given,
             answer=values.get(self.source.mapping.answer),
@@ -326,7 +327,7 @@ class RolloutDataset:
     def _same_prompt(self, row: int, values: dict[str, Any], prompt: Prompt, where: str) -> None:
         """Raise DataError if a row's prompt is not that of its group."""
         ids = self._columns.prompt_ids
-        if prompt.prompt_id == f"row-{row:06d}":
+        if prompt.prompt_id == row_id(row):
             return
         if self.has_prompt_ids:
             same = values.get(ids) is not None and list(values[ids]) == prompt.tokens

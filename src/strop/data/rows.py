@@ -97,13 +97,27 @@ def open_python(settings: DataSource) -> RowsSource:
     return RowsSource(rows, name=settings.path)
 
 
+def row_id(index: int) -> str:
+    """The stable name of a row: `row-000017` for index 17."""
+    return f"row-{index:06d}"
+
+
+def row_number(name: str) -> int:
+    """The index of a row that `row_id` named."""
+    return int(name.removeprefix("row-"))
+
+
+def see_working_folder() -> None:
+    """Let modules that lie in the working folder be imported; last, so that none hides an installed package."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
 def _imported(path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise DataError(f"{path!r} does not name a Python function", where=path, mend="Write it as `module:function`.")
-    # Last, so that a file of the working folder never hides an installed package.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    see_working_folder()
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)

@@ -7,13 +7,11 @@ holds, from which the environment `verifiers` makes it again.
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
 from itertools import islice
 from typing import Any
 
 from strop.config.data import DataSource
-from strop.data.rows import RowsSource
+from strop.data.rows import RowsSource, see_working_folder
 from strop.errors import DataError, MissingExtra
 
 PREFIX = "verifiers:"
@@ -29,8 +27,7 @@ def open_taskset(settings: DataSource) -> RowsSource:
     if importlib.util.find_spec("verifiers") is None:
         raise MissingExtra("verifiers", extra="verifiers", needed_for=f"`path: {settings.path}`")
     name = settings.path.removeprefix(PREFIX)
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    see_working_folder()
     import verifiers.v1 as vf
 
     try:

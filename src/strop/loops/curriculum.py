@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from strop.config import Config
 from strop.data.curriculum import Curriculum
+from strop.data.rows import row_number
 from strop.rollout.episode import Episode, Group
 
 
@@ -18,7 +19,7 @@ def record_window(curriculum: Curriculum, groups: Sequence[Group], discarded: Se
     for group in (*discarded, *groups):
         verdicts = [has_passed(episode, config) for episode in group.episodes]
         known = [verdict for verdict in verdicts if verdict is not None]
-        curriculum.record(int(group.prompt_id.removeprefix("row-")), sum(known), len(known))
+        curriculum.record(row_number(group.prompt_id), sum(known), len(known))
 
 
 def has_passed(episode: Episode, config: Config) -> bool | None:

@@ -12,6 +12,7 @@ import numpy as np
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptDataset
 from strop.data.rollouts import RolloutDataset
+from strop.data.rows import row_number
 from strop.rollout.episode import Episode, Group, Status, TokenStream
 from strop.tracking.display import Sample
 from strop.tracking.episodes import EpisodeRecord
@@ -91,7 +92,7 @@ class PromptTexts:
         self._text = lru_cache(maxsize=1024)(dataset.text)
 
     def text(self, prompt_id: str) -> str:
-        return self._text(int(prompt_id.removeprefix("row-")))
+        return self._text(row_number(prompt_id))
 
     def answer(self, episode: Episode) -> str | None:
         answer = episode.row.get(self._dataset.source.mapping.answer)
