@@ -126,7 +126,7 @@ class VerifiersEnvironment(AnyEnvironment):
     """More fields of the environment's configuration, such as `{id: best-of-n}` or `{agent: {max_turns: 3}}`. An agent
     without a harness gets one that chats and calls the tools, on this machine."""
     style: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
-    """How calls of tools are written; `auto` reads the chat template."""
+    """How calls of tools are written; `auto` reads the chat template, and is `hermes` where that knows no tools."""
 
 
 EnvironmentSettings = Annotated[

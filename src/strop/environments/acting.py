@@ -64,8 +64,9 @@ class Shown:
         text = self._settings.opening.format(**columns)
         return [*before, {"role": "user", "content": text.removeprefix("\n") if not columns["prompt"] else text}]
 
-    def answer(self, observation: str, reward: float, step: int) -> Observation:
-        text = self._settings.observation.format(observation=observation, reward=f"{reward:g}", step=step)
+    def answer(self, observation: str, reward: float | None, step: int) -> Observation:
+        shown = "none" if reward is None else f"{reward:g}"
+        text = self._settings.observation.format(observation=observation, reward=shown, step=step)
         return Observation([{"role": "user", "content": text}], reward)
 
     def malformed(self, wanted: str) -> Observation | Done:

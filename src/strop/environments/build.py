@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from strop.environments.calculator import calculator
 from strop.environments.gymnasium import GymnasiumFactory
 from strop.environments.mcp import McpServer
 from strop.environments.openenv import OpenEnvFactory
-from strop.environments.protocol import Environment
+from strop.environments.protocol import Environment, EnvironmentFactory
 from strop.environments.python_tool import python_tool
 from strop.environments.retrieval import Passages
 from strop.environments.slime import SlimeFactory
@@ -41,7 +40,7 @@ from strop.rewards.python import load_function
 from strop.sandbox.build import SharedSandbox
 
 
-class ToolFactory:
+class ToolFactory(EnvironmentFactory):
     """Makes environments of tool use that share their tools.
 
     Args:
@@ -91,11 +90,10 @@ class ToolFactory:
                 mend="remove it",
             )
         told = self._style.template_tells and knows_tools(template)
-        self.tools: Sequence[Mapping[str, Any]] = [tool.schema for tool in found] if told else []
+        self.tools = [tool.schema for tool in found] if told else []
         self.instructions = "" if told else instructions(found, self._style)
-        self.stop: Sequence[str] = self._style.stop
+        self.stop = self._style.stop
         self.forks = True
-        self.roles: Sequence[str] = ()
 
     def make(self) -> Environment:
         return ToolUse(self._by_name, self._style, self._settings)
@@ -144,12 +142,8 @@ class ToolFactory:
         return function_tool(search)
 
 
-class PythonFactory:
+class PythonFactory(EnvironmentFactory):
     """Makes objects of a class of the user's: environments, or matches of several roles."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    instructions = ""
-    stop: Sequence[str] = ()
 
     def __init__(self, settings: PythonEnvironment | SelfPlayEnvironment, *, where: str = "environment") -> None:
         self.name = settings.factory
@@ -184,12 +178,6 @@ class PythonFactory:
 
     def make(self) -> Environment:
         return self._class(**self._arguments)  # type: ignore[no-any-return]
-
-    async def open(self) -> None:
-        await asyncio.sleep(0)
-
-    async def close(self) -> None:
-        await asyncio.sleep(0)
 
 
 def _check_call(made: type, method: str, name: str, where: str) -> None:
@@ -233,7 +221,7 @@ def _roles(factory: Any, name: str, where: str) -> Sequence[str]:
 
 def build_environments(
     settings: EnvironmentSettings, template: str | None, sandbox: SharedSandbox | None = None
-) -> Any:
+) -> EnvironmentFactory:
     """The factory of a recipe's environments.
 
     Args:

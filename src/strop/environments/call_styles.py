@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from strop.environments.protocol import Message
+from strop.rewards.failures import encodable
 
 
 @dataclass(frozen=True)
@@ -238,11 +239,6 @@ def style_of_template(template: str | None) -> str:
         if mark in text:
             return style
     return "llama3" if "ipython" in text else "tag"
-
-
-def encodable(text: str) -> str:
-    """The text without halves of characters (`"\\ud800"`), which JSON may hold and no tokenizer takes."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _from_json(text: str, key: str) -> Call:

@@ -14,13 +14,16 @@ from typing import Any
 from strop.data.rendering import Renderer
 from strop.environments.call_styles import Call, CallStyle
 from strop.environments.conversation import Conversation
-from strop.environments.driven import Path, Policy
+from strop.environments.driven import Path, Policy, refuse_other_sampling
 from strop.environments.protocol import Message
 
 INVALID = "invalid"
 """Name of the tool in a call that could not be understood; its argument `problem` says why."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1, None),
+    "top_k": (-1, 0, None),
+    "min_p": (0, None),
+    "repetition_penalty": (1, None),
     "n": (1, None),
     "presence_penalty": (0, None),
     "frequency_penalty": (0, None),
@@ -135,12 +138,7 @@ class ChatPolicy:
         }
 
     def _check(self, body: Mapping[str, Any]) -> None:
-        temperature = body.get("temperature")
-        if temperature is not None and temperature != self._policy.temperature:
-            raise ValueError(f"temperature {temperature} is refused: rollout.temperature is {self._policy.temperature}")
-        for name, neutral in _NEUTRAL.items():
-            if name in body and body[name] not in neutral:
-                raise ValueError(f"{name}={body[name]!r} is refused: tokens are scored without it")
+        refuse_other_sampling(self._policy, body, _NEUTRAL)
         if not body.get("messages"):
             raise ValueError("there are no messages")
 

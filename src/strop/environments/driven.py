@@ -57,6 +57,25 @@ class Policy(Protocol):
         ...
 
 
+def refuse_other_sampling(policy: Policy, given: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]]) -> None:
+    """See that a request asks for the distribution that is sampled and scored, that of the temperature alone.
+
+    Args:
+        given: its parameters. neutral: those that would change the distribution, with the values at which they do not.
+
+    Raises:
+        ValueError: it asks for another.
+    """
+    temperature = given.get("temperature")
+    if temperature is not None and temperature != policy.temperature:
+        raise ValueError(f"temperature {temperature} is refused: rollout.temperature is {policy.temperature}")
+    for name, values in neutral.items():
+        if name in given and given[name] not in values:
+            raise ValueError(
+                f"{name}={given[name]!r} is refused: tokens are scored under the distribution of the temperature alone"
+            )
+
+
 @dataclass(frozen=True)
 class Path:
     """A sequence that is to be trained: token ids, how many of them are the prompt, and which of the others are

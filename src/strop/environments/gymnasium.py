@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from strop.config.adapted_environments import GymnasiumEnvironment
+from strop.data.rows import see_working_folder
 from strop.environments.acting import Actions, Shown, picture, plain, seed_of
-from strop.environments.protocol import Done, Environment, Message, Observation, PolicyTurn
+from strop.environments.protocol import Done, Environment, EnvironmentFactory, Message, Observation, PolicyTurn
 from strop.errors import MissingExtra, UserError
 from strop.rewards.calls import call
 
 T = TypeVar("T")
 
 
-class GymnasiumFactory:
+class GymnasiumFactory(EnvironmentFactory):
     """Makes environments of one id, each episode its own.
 
     Raises:
         MissingExtra: the package is not installed.
         UserError: there is no such environment, its arguments do not fit, or its actions cannot be written.
     """
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    instructions = ""
-    stop: Sequence[str] = ()
-    forks = False
-    roles: Sequence[str] = ()
 
     def __init__(self, settings: GymnasiumEnvironment, *, where: str = "environment") -> None:
         if importlib.util.find_spec("gymnasium") is None:
@@ -56,16 +49,10 @@ class GymnasiumFactory:
             lambda: self._made(self._mode), self._settings, self._shown, self._actions, self._start, self._mode
         )
 
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
     def _made(self, mode: str | None) -> Any:
         import gymnasium
 
-        # A module that registers environments may lie in the working folder.
-        if ":" in self._settings.id and os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
+        see_working_folder()
         given = {"render_mode": mode} if mode is not None else {}
         try:
             return gymnasium.make(self._settings.id, **{**given, **self._settings.arguments})

@@ -9,12 +9,12 @@ import asyncio
 import importlib.util
 import json
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from strop.config.adapted_environments import OpenEnvEnvironment
 from strop.environments.acting import Actions, Shown, plain, seed_of
-from strop.environments.protocol import Done, Environment, Message, Observation, PolicyTurn
+from strop.environments.protocol import Done, Environment, EnvironmentFactory, Message, Observation, PolicyTurn
 from strop.errors import MissingExtra, UserError
 from strop.rewards.calls import Slots
 
@@ -24,19 +24,13 @@ INVALID = ("VALIDATION_ERROR",)
 """Codes of errors that are the policy's: the action was none."""
 
 
-class OpenEnvFactory:
+class OpenEnvFactory(EnvironmentFactory):
     """Plays episodes on one server, so many at a time.
 
     Raises:
         MissingExtra: `aiohttp` is not installed.
         UserError: the server does not answer, or wants other actions.
     """
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    instructions = ""
-    stop: Sequence[str] = ()
-    forks = False
-    roles: Sequence[str] = ()
 
     def __init__(self, settings: OpenEnvEnvironment, *, where: str = "environment") -> None:
         if importlib.util.find_spec("aiohttp") is None:
@@ -49,10 +43,6 @@ class OpenEnvFactory:
 
     def make(self) -> Environment:
         return OpenEnvEpisode(self._settings, self._shown, self._actions, self._places)
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 class OpenEnvEpisode:
@@ -95,7 +85,8 @@ class OpenEnvEpisode:
         except _Invalid as error:
             return self._shown.malformed(str(error))
         self._steps += 1
-        reward = float(found.get("reward") or 0.0)
+        # A server that has not decided yet gives none, which is no reward of 0.
+        reward = None if found.get("reward") is None else float(found["reward"])
         if found.get("done"):
             return Done(reward=reward)
         return self._shown.answer(self._text(found), reward, self._steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -55,7 +56,9 @@ class Environment(Protocol):
 
     Two episodes never share one, so that no state can leak between the completions of a group. An exception in any
     method is an `environment_error` of the episode; so is a time-out, as `timeout`. One that has to wait for a place on
-    a server may have `async ready()`, which is awaited before the episode's time begins.
+    a server may have `async ready()`, which is awaited before the episode's time begins. One whose episodes can branch
+    (`rollout.tree`) has `async fork()`, which returns another environment in the same state: what happens to one does
+    not happen to the other.
     """
 
     async def reset(self, row: Mapping[str, Any]) -> list[Message] | None:
@@ -75,34 +78,29 @@ class Environment(Protocol):
         ...
 
 
-class Forks(Protocol):
-    """An environment whose episodes can branch (`rollout.tree`)."""
+class EnvironmentFactory(ABC):
+    """Makes environments, one for each episode, and may hold what they share (tools, servers, an index).
 
-    async def fork(self) -> Environment:
-        """Another environment in the same state; what happens to one does not happen to the other."""
-        ...
+    Factories derive from this, and say only what is otherwise with them.
+    """
 
-
-class EnvironmentFactory(Protocol):
-    """Makes environments, one for each episode, and may hold what they share (tools, servers, an index)."""
-
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the functions that the chat template tells the model of; empty for none."""
-    instructions: str
+    instructions: str = ""
     """More words for the system message of a chat; empty for none."""
-    stop: Sequence[str]
+    stop: Sequence[str] = ()
     """Texts that end a turn of the policy, beside those of the recipe."""
-    forks: bool
+    forks: bool = False
     """Whether the environments have `fork`."""
-    roles: Sequence[str]
+    roles: Sequence[str] = ()
     """The roles of a match of the policy against itself (`environments/self_play.py`); empty for one role only."""
 
-    def make(self) -> Environment: ...
+    @abstractmethod
+    def make(self) -> Any:
+        """An `Environment`, or what else `Player` plays: a `Match` where there are roles, a `Driver`."""
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027 (most share nothing)
         """Start what the environments share; called once before the first episode."""
-        ...
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """Stop it."""
-        ...

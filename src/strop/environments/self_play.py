@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from strop.environments.protocol import Done, Message, PolicyTurn
 
+ROLE = "role"
+"""The column of a row that says whose turns they are."""
+
 
 @dataclass(frozen=True)
 class Move:

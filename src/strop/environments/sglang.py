@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strop.environments.driven import Policy, Sampled
+from strop.environments.driven import Policy, Sampled, refuse_other_sampling
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1, None),
@@ -25,7 +25,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ebnf": (None,),
 }
 """Parameters that would change what is sampled, with the values at which they do not: scoring knows none of them."""
-_ABOUT_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "sampling_seed")
+_HARMLESS = (
+    "max_new_tokens",
+    "stop",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "no_stop_trim",
+    "sampling_seed",
+)
 
 
 class SglangPolicy:
@@ -74,17 +81,10 @@ class SglangPolicy:
 
     def _checked(self, payload: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
         """The texts at which to stop; refuses what would change the distribution."""
-        temperature = wanted.get("temperature")
-        if temperature is not None and temperature != self._policy.temperature:
-            raise ValueError(f"temperature {temperature} is refused: rollout.temperature is {self._policy.temperature}")
-        for name, value in wanted.items():
-            if name in ("temperature", "max_new_tokens", "stop", *_ABOUT_TEXT):
-                continue
-            if name not in _NEUTRAL or value not in _NEUTRAL[name]:
-                raise ValueError(
-                    f"the sampling parameter {name}={value!r} is refused: tokens are scored under the distribution of "
-                    "the temperature alone"
-                )
+        refuse_other_sampling(self._policy, wanted, _NEUTRAL)
+        unknown = [name for name in wanted if name not in ("temperature", *_NEUTRAL, *_HARMLESS)]
+        if unknown:
+            raise ValueError(f"the sampling parameter {unknown[0]!r} is not known here")
         if payload.get("stream"):
             raise ValueError("answers are not streamed here")
         stop = wanted.get("stop") or []

@@ -6,32 +6,27 @@ import asyncio
 import copy
 import inspect
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from strop.config.adapted_environments import SlimeEnvironment
 from strop.environments.driven import Driven, Path, Policy
 from strop.environments.loopback import HOST, Loopback
 from strop.environments.own_loop import OwnLoop
+from strop.environments.protocol import EnvironmentFactory
 from strop.environments.sglang import SglangPolicy
 from strop.errors import UserError
 from strop.rewards.python import load_function
 from strop.rewards.slime_sample import POSTS, Sample, SampleStatus, metadata_of, stand_in
 
 
-class SlimeFactory:
+class SlimeFactory(EnvironmentFactory):
     """Lets a function make the completions. Functions run in an event loop of their own, in a thread of its own, so
     that one that blocks does not stop the engine.
 
     Raises:
         UserError: the function cannot be imported or is of another form.
     """
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    instructions = ""
-    stop: Sequence[str] = ()
-    forks = False
-    roles: Sequence[str] = ()
 
     def __init__(self, settings: SlimeEnvironment, *, where: str = "environment") -> None:
         stand_in()
@@ -51,8 +46,6 @@ class SlimeFactory:
 
     def make(self) -> SlimeEpisode:
         return SlimeEpisode(self._function, self._settings, self._loop, self._copy)
-
-    async def open(self) -> None: ...
 
     async def close(self) -> None:
         self._loop.stop()
@@ -156,7 +149,7 @@ def _driven(args: Namespace, found: Any, policy: Policy) -> Driven:
     if not samples or not all(hasattr(one, "tokens") and hasattr(one, "loss_mask") for one in samples):
         return Driven(error=f"the function returned {type(found).__name__}, no sample and no list of samples")
     status = str(getattr(samples[-1].status, "value", samples[-1].status))
-    if status in (SampleStatus.FAILED.value, SampleStatus.ABORTED.value):
+    if status not in (SampleStatus.COMPLETED.value, SampleStatus.TRUNCATED.value, SampleStatus.PENDING.value):
         return Driven(error=f"the function gave the sample the status {status}")
     kept = [one for one in samples if not one.remove_sample]
     if not kept:
@@ -178,4 +171,6 @@ def _path(sample: Any) -> Path:
     marks = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
     if len(marks) != length:
         raise ValueError(f"loss_mask has {len(marks)} entries for a response of {length} tokens")
-    return Path(tokens, len(tokens) - length, [bool(mark) for mark in marks])
+    if any(mark not in (0, 1) for mark in marks):
+        raise ValueError("loss_mask holds something else than 0 and 1")
+    return Path(tokens, len(tokens) - length, [mark == 1 for mark in marks])

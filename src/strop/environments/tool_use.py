@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.config.environment import ToolEnvironment
-from strop.environments.call_styles import Call, CallStyle, Hermes, Llama3, Mistral, Tags, encodable, style_of_template
+from strop.environments.call_styles import Call, CallStyle, Hermes, Llama3, Mistral, Tags, style_of_template
 from strop.environments.protocol import Done, Message, Observation, PolicyTurn
 from strop.environments.tools import CallError, Tool, described
+from strop.rewards.failures import encodable
 from strop.sandbox.protocol import SandboxError
 
 

@@ -5,36 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from strop.config.adapted_environments import VerifiersEnvironment
+from strop.data.rows import see_working_folder
 from strop.environments.call_styles import CallStyle, Hermes, Llama3, Mistral, style_of_template
 from strop.environments.chat import ChatPolicy
 from strop.environments.driven import Driven, Policy
 from strop.environments.loopback import HOST, Loopback
 from strop.environments.own_loop import OwnLoop
+from strop.environments.protocol import EnvironmentFactory
 from strop.errors import MissingExtra, UserError
 
 SESSION = "x-session-id"
 """Header in which `verifiers` says which agent asks."""
 
 
-class VerifiersFactory:
+class VerifiersFactory(EnvironmentFactory):
     """One environment, which plays many episodes at a time, in a thread of its own.
 
     Raises:
         MissingExtra: the package is not installed.
         UserError: there is no such taskset or environment, or its configuration does not fit.
     """
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    instructions = ""
-    stop: Sequence[str] = ()
-    forks = False
-    roles: Sequence[str] = ()
 
     def __init__(self, settings: VerifiersEnvironment, template: str | None, *, where: str = "environment") -> None:
         if importlib.util.find_spec("verifiers") is None:
@@ -148,9 +142,7 @@ def _loaded(settings: VerifiersEnvironment, where: str) -> Any:
     """The environment; its agents chat here unless the settings say otherwise."""
     from pydantic import ValidationError
 
-    # A module that exports a taskset may lie in the working folder.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    see_working_folder()
     import verifiers.v1 as vf
     from verifiers.v1.configs.agent import agent_config_fields
 

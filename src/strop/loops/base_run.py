@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -99,6 +101,19 @@ class BaseRun(ABC):
             display.close()
             opened.close(error)
             raise
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, prepared: Any, *, fresh: bool, recipe: str | None) -> AsyncIterator[Self]:
+        """The run that `open` gives, closed in the end: files, what it started, its lock."""
+        run = await cls.open(prepared, fresh=fresh, recipe=recipe)
+        try:
+            yield run
+        except BaseException as error:
+            await run.close(error)
+            raise
+        else:
+            await run.close(None)
 
     # What a kind of run has to say.
 

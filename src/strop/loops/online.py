@@ -56,14 +56,8 @@ async def open_run(config: Config, *, fresh: bool = False, recipe: str | None = 
         # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
         from strop.loops.run import Run
 
-        run = await Run.open(prepared, fresh=fresh, recipe=recipe)
-        try:
+        async with Run.opened(prepared, fresh=fresh, recipe=recipe) as run:
             yield run
-        except BaseException as error:
-            await run.close(error)
-            raise
-        else:
-            await run.close(None)
 
 
 __all__ = ["TrainingSummary", "open_run", "train_online"]

@@ -12,9 +12,6 @@ from strop.loops.algorithm import Demands, demands_of, make_algorithm
 from strop.loops.idle import check_idle, check_optimizers
 from strop.loops.offline import check_offline, described, open_rollouts
 
-ROLE = "role"
-"""The column of a row that says whose turns they are, where the policy plays several roles."""
-
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
     from strop.data.prompts import PromptDataset
@@ -290,6 +287,7 @@ def _check_columns(
     """
     from strop.config.rewards import CodeVerifier
     from strop.data.columns import listed, nearest
+    from strop.environments.self_play import ROLE
 
     added = [ROLE] if config.environment is not None and config.environment.kind == "self_play" else []
     for name in added:

@@ -40,11 +40,5 @@ async def open_supervised_run(
     # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
     from strop.loops.supervised_run import SupervisedRun
 
-    run = await SupervisedRun.open(prepared, fresh=fresh, recipe=recipe)
-    try:
+    async with SupervisedRun.opened(prepared, fresh=fresh, recipe=recipe) as run:
         yield run
-    except BaseException as error:
-        await run.close(error)
-        raise
-    else:
-        await run.close(None)

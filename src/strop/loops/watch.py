@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from strop.config import Config
-from strop.config.rewards import RewardSettings, VerifierSettings
+from strop.config.rewards import VerifierSettings
+from strop.data.order import hashed, stream_key
+from strop.data.rows import row_number
 from strop.errors import RunFailure
 from strop.loops.prepare import Prepared, second_rewards
 from strop.loops.step_record import PromptTexts
@@ -22,6 +25,9 @@ from strop.rollout.episode import Episode, Group
 from strop.tracking.display import Display
 from strop.tracking.episodes import episodes_file
 from strop.tracking.run_directory import RunDirectory
+
+_STREAM = 22
+"""Keeps the draws of this file apart from others of the same seed."""
 
 
 class Watch:
@@ -57,7 +63,8 @@ class Watch:
             return {}
         episodes = [e for group in groups for e in group.episodes if not math.isnan(e.reward)]
         assert self._config.rewards is not None
-        outcomes = [outcome_of(episode, self._texts, self._config.rewards) for episode in episodes]
+        by_name = {verifier.name or verifier.kind: verifier for verifier in self._config.rewards.verifiers}
+        outcomes = [outcome_of(episode, self._texts, by_name) for episode in episodes]
         opinions = await self._second_opinions(step, list(zip(episodes, outcomes, strict=True)))
         every = self._config.evaluation.every
         # The evaluation at the end of a shorter run says nothing that a longer one would know.
@@ -129,7 +136,7 @@ class Watch:
         return [(outcome, reward.correct) for (_, outcome), reward in pairs_of if reward.correct is not None]
 
     def _prompt(self, episode: Episode) -> Any:
-        return self._prepared.train.prompt(int(episode.prompt_id.removeprefix("row-")))
+        return self._prepared.train.prompt(row_number(episode.prompt_id))
 
     def _where(self, alarm: Alarm) -> str:
         """The completion that shows it, where it was kept."""
@@ -143,10 +150,9 @@ class Watch:
         self._directory.update(alarms=[dataclasses.asdict(alarm) for alarm in self._monitor.raised])
 
 
-def outcome_of(episode: Episode, texts: PromptTexts, settings: RewardSettings) -> Outcome:
-    """A scored episode as the alarms see it."""
-    tokens = [int(token) for turn in episode.turns if turn.sampled for token in turn.tokens]
-    by_name = {verifier.name or verifier.kind: verifier for verifier in settings.verifiers}
+def outcome_of(episode: Episode, texts: PromptTexts, by_name: Mapping[str, VerifierSettings]) -> Outcome:
+    """A scored episode as the alarms see it. by_name: the verifiers."""
+    tokens = episode.sampled_ids()
     worth = {
         name: verifier.weight * held(episode.components[name], verifier.clip)
         for name, verifier in by_name.items()
@@ -168,8 +174,9 @@ def outcome_of(episode: Episode, texts: PromptTexts, settings: RewardSettings) -
 
 def is_drawn(share: float, *key: int) -> bool:
     """Whether something is in a sample of this share, by its key alone."""
-    digest = hashlib.blake2b(repr(("second opinion", *key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < share * 2**64
+    *parts, place = key
+    drawn = hashed(np.array([place], dtype=np.uint64), stream_key(_STREAM, *parts))
+    return float(drawn[0]) < share * 2**64
 
 
 def _decider(verifiers: Mapping[str, VerifierSettings], row: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ def shorten(text: str, limit: int = LONGEST_DETAIL) -> str:
 
 
 def encodable(text: str) -> str:
-    """The text with marks in the place of what no file can hold: halves of surrogate pairs, as JSON may spell them."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    r"""The text with `\ud800` spelled out: halves of characters, which JSON may hold, and no tokenizer and no file."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def describe_exception(error: BaseException, *, file: str | None = None, outside: str | None = None) -> str:

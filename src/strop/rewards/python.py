@@ -69,9 +69,9 @@ def load_function(path: str, *, where: str) -> Callable[..., Any]:
         ) from None
     if not callable(function):
         raise UserError(
-            f"{path!r} is a {type(function).__name__}, not a function",
+            f"{path!r} is a {type(function).__name__}, and cannot be called",
             where=where,
-            mend="name a function that takes prompts and completions and returns a list of numbers",
+            mend="name a function or a class in that module",
         )
     return function  # type: ignore[no-any-return]
 

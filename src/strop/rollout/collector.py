@@ -118,13 +118,12 @@ def reward_of(episode: Episode) -> Reward:
 
 def completed_of(episode: Episode, prompt: PromptLike) -> Completed:
     """An episode as verifiers see it."""
-    sampled = [turn for turn in episode.turns if turn.sampled]
     return Completed(
         prompt=prompt.prompt,
         completion=episode.completion,
         answer=prompt.answer,
         row=episode.row,
-        completion_ids=[int(token) for turn in sampled for token in turn.tokens],
+        completion_ids=episode.sampled_ids(),
         finish=str(episode.status),
         messages=episode.messages,
         environment_reward=sum(episode.turn_rewards.values()) if episode.turn_rewards else None,

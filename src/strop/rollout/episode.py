@@ -196,7 +196,12 @@ class Episode:
 
     def path_tokens(self, leaf: TurnId) -> list[int]:
         """Token ids from the beginning of a turn's path to its end."""
-        return [int(token) for turn in self._path(leaf) for token in self.turns[turn].tokens]
+        tokens: list[int] = np.concatenate([self.turns[turn].tokens for turn in self._path(leaf)]).tolist()
+        return tokens
+
+    def sampled_ids(self) -> list[int]:
+        """Token ids of all sampled turns, in order."""
+        return [token for turn in self.turns if turn.sampled for token in turn.tokens.tolist()]
 
     def sampled_tokens(self) -> int:
         """How many tokens the policy sampled in the whole tree."""

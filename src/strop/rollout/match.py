@@ -10,7 +10,7 @@ from functools import partial
 from strop.environments import checks
 from strop.environments.conversation import Conversation
 from strop.environments.protocol import Done, PolicyTurn
-from strop.environments.self_play import Match, Move
+from strop.environments.self_play import ROLE, Match, Move
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
 from strop.rollout.game import begin_conversation, begin_reading, observe
@@ -127,7 +127,7 @@ class SelfPlay:
 
     def _enter(self, move: Move) -> _Side:
         number = list(self.roles).index(move.role)
-        row = {**self.prompt.row, "role": move.role}
+        row = {**self.prompt.row, ROLE: move.role}
         episode = replace(self.episode.fork(self.episode.sample + number), row=row, role=move.role)
         # What a match says is rendered as the data's prompts are: texts alone need no chat template.
         chat = self.world.renderer.renders_chat(self.prompt.prompt)

@@ -10,9 +10,10 @@ import numpy as np
 from strop.errors import DataError
 from strop.rewards.protocol import Scorer
 from strop.rollout.admission import Admission
-from strop.rollout.collector import GREEDY, PromptLike, score_episodes
+from strop.rollout.collector import GREEDY, score_episodes
 from strop.rollout.episode import Episode, Group, Status
 from strop.rollout.windows import Windows
+from strop.rollout.world import PromptLike
 
 
 class CompletionLike(Protocol):

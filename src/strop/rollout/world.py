@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from strop.config.environment import AnyEnvironment
 from strop.environments import checks
 from strop.environments.protocol import EnvironmentFactory
 from strop.errors import StropError
-from strop.rewards.failures import describe_exception, shorten
+from strop.rewards.failures import describe_exception, encodable, shorten
 from strop.rollout.calls import Raised, TooLong, call
 from strop.rollout.engine import Engine, SampleRequest, SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
@@ -141,11 +142,11 @@ class World:
         return Failed(Status.ENVIRONMENT_ERROR, f"{name} raised {told}")
 
     async def close(self, environment: Any) -> None:
-        """Close an environment; one that fails at that does not undo an episode that is played."""
+        """Close an environment; one that fails at that does not undo an episode that is played, and is warned of."""
         try:
             await self.ask(environment, "close")
-        except Exception:
-            return
+        except Exception as error:
+            warnings.warn(f"an environment could not be closed: {error}", RuntimeWarning, stacklevel=2)
 
 
 async def _returned(function: Callable[[], T]) -> T:
@@ -183,8 +184,7 @@ class Failed(Exception):
     """The environment failed."""
 
     def __init__(self, status: Status, detail: str) -> None:
-        # What others wrote may hold what no file can: half characters, from a broken decoding.
-        detail = shorten(detail.encode("utf-8", "backslashreplace").decode("utf-8"), LONGEST)
+        detail = shorten(encodable(detail), LONGEST)
         super().__init__(detail)
         self.status, self.detail = status, detail
 
