@@ -13,6 +13,7 @@ from strop.config.adapted_environments import EnvironmentSettings
 from strop.config.alarms import AlarmSettings
 from strop.config.algorithm import AlgorithmSettings
 from strop.config.base import StrictModel
+from strop.config.cluster import ClusterSettings
 from strop.config.data import DataSettings
 from strop.config.model import ModelSettings
 from strop.config.offline import OfflineSettings
@@ -63,6 +64,8 @@ class Config(StrictModel):
     """How long, from which seed, under which name."""
     hardware: HardwareSettings = HardwareSettings()
     """What it runs on."""
+    cluster: ClusterSettings = ClusterSettings()
+    """In how many processes, and where."""
 
     @model_validator(mode="after")
     def _one_source_of_truth(self) -> Self:

@@ -1,0 +1,120 @@
+"""`cluster:` where the parts of a run are: in one process, or in many."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from strop.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+
+
+class TrainerPlacement(StrictModel):
+    """`cluster.trainer:` the processes that train together, and how they divide the work."""
+
+    ranks: PositiveInt = 1
+    """Processes that train together, one for each GPU. What `tensor`, `context` and `replicas` leave of them divides the
+    streams of a step, and with `fsdp` the weights."""
+    backend: Literal["auto", "ddp", "fsdp"] = "auto"
+    """`ddp`: every rank holds all weights. `fsdp`: each holds a share of weights, gradients and optimizer state, and
+    gathers a block while it computes it (FSDP2, arXiv 2304.11277). `auto` takes `ddp` while weights, gradients and
+    optimizer state fit a third of the memory of one device."""
+    tensor: PositiveInt = 1
+    """Ranks that share each layer: heads, intermediate features, vocabulary and experts are divided among them (tensor
+    parallelism, arXiv 1909.08053)."""
+    sequence: bool = False
+    """With `tensor`: also divide what lies between the layers, along the stream (sequence parallelism,
+    arXiv 2205.05198). Less memory for activations."""
+    context: PositiveInt = 1
+    """Ranks that share each packed stream, for streams that are too long for one device; attention exchanges heads for
+    positions (Ulysses, arXiv 2309.14509)."""
+    replicas: PositiveInt = 1
+    """With `fsdp`: copies of the divided model. Weights are divided within a copy, gradients added up over all (HSDP)."""
+    offload: bool = False
+    """With `fsdp`: keep the shares of weights, gradients and optimizer state in the CPU's memory."""
+
+    @model_validator(mode="after")
+    def _ranks_divide(self) -> Self:
+        product = self.tensor * self.context * self.replicas
+        if self.ranks % product:
+            raise ValueError(
+                f"ranks ({self.ranks}) cannot be divided by tensor x context x replicas "
+                f"({self.tensor} x {self.context} x {self.replicas})"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence has no effect while tensor is 1")
+        if self.backend == "ddp" and (self.replicas > 1 or self.offload):
+            raise ValueError("replicas and offload are of the backend fsdp; with ddp every rank is a replica")
+        return self
+
+
+class EnginePlacement(StrictModel):
+    """`cluster.engines:` the processes that sample."""
+
+    count: PositiveInt = 1
+    """Sampler engines; prompts are divided among them. Draws are keyed by the sample, so results do not depend on it."""
+    placement: Literal["auto", "colocated", "separate"] = "auto"
+    """`colocated`: the engine samples with the first trainer rank's own module, so nothing has to be moved (one engine,
+    one trainer rank). `separate`: in processes of their own. `auto` is `colocated` where that can be."""
+
+
+class PublishingSettings(StrictModel):
+    """`cluster.publishing:` how new weights get from the trainer to the engines."""
+
+    transport: Literal["auto", "shared", "ipc", "broadcast", "disk", "delta"] = "auto"
+    """`shared`: trainer and engine have one module. `ipc`: memory that two processes of one machine, or one GPU, share.
+    `broadcast`: through NCCL or gloo, in buckets. `disk`: safetensors in a folder that all can read. `delta`: only values
+    that changed, compressed. `auto` takes the first of `shared`, `ipc` and `broadcast` that can be. With adapters all of
+    them move the adapters alone."""
+    bucket_mb: PositiveInt = 128
+    """Megabytes (2^20 bytes) that are moved at a time."""
+    folder: str | None = None
+    """Folder for `disk`; below the run's own when not set. All nodes must see it."""
+
+
+class SupervisionSettings(StrictModel):
+    """`cluster.supervision:` when a process counts as lost, and what then happens."""
+
+    heartbeat: PositiveFloat = 2.0
+    """Seconds between two signs of life that are asked of each process."""
+    timeout: PositiveFloat = 8.0
+    """Seconds without one after which a process counts as lost."""
+    wait: PositiveFloat = 1800.0
+    """Most seconds that anything may take that is asked of a process; the error names who is missing."""
+    restarts: NonNegativeInt = 3
+    """How often lost processes are started again in one run. Engines get the weights anew and are proved; after the loss
+    of a trainer rank the run goes on from its last checkpoint."""
+
+
+class ClusterSettings(StrictModel):
+    """`cluster:` one process, or Ray with any number of nodes. Nothing else in a recipe changes with it."""
+
+    kind: Literal["local", "ray"] = "local"
+    """`local`: everything in one process, where a debugger works. `ray`: trainer ranks and engines are Ray actors."""
+    address: str | None = None
+    """With `ray`: the cluster to attach to, such as `auto` or `ray://head:10001`; one is started on this machine when not
+    set."""
+    trainer: TrainerPlacement = TrainerPlacement()
+    """The processes that train."""
+    engines: EnginePlacement = EnginePlacement()
+    """The processes that sample."""
+    publishing: PublishingSettings = PublishingSettings()
+    """How weights get from one to the other."""
+    supervision: SupervisionSettings = SupervisionSettings()
+    """What happens when a process is lost."""
+
+    @model_validator(mode="after")
+    def _local_is_one_process(self) -> Self:
+        if self.kind == "ray":
+            return self
+        if self.trainer.ranks > 1 or self.engines.count > 1 or self.engines.placement == "separate":
+            raise ValueError("several processes need cluster.kind: ray")
+        if self.publishing.transport not in ("auto", "shared"):
+            raise ValueError(
+                f"transport {self.publishing.transport} has no effect in one process, where trainer and engine share the "
+                "weights: use cluster.kind: ray"
+            )
+        for name in ("address", "trainer", "publishing", "supervision"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect with kind: local")
+        return self
