@@ -13,8 +13,8 @@ class TrainerPlacement(StrictModel):
     """`cluster.trainer:` the processes that train together, and how they divide the work."""
 
     ranks: PositiveInt = 1
-    """Processes that train together, one for each GPU. What `tensor`, `context` and `replicas` leave of them divides the
-    streams of a step, and with `fsdp` the weights."""
+    """Processes that train together, one for each GPU. What `tensor` and `context` leave of them divides the streams of
+    a step, and with `fsdp` the weights."""
     backend: Literal["auto", "ddp", "fsdp"] = "auto"
     """`ddp`: every rank holds all weights. `fsdp`: each holds a share of weights, gradients and optimizer state, and
     gathers a block while it computes it (FSDP2, arXiv 2304.11277). `auto` takes `ddp` while weights, gradients and
@@ -29,7 +29,7 @@ class TrainerPlacement(StrictModel):
     """Ranks that share each packed stream, for streams that are too long for one device; attention exchanges heads for
     positions (Ulysses, arXiv 2309.14509)."""
     replicas: PositiveInt = 1
-    """With `fsdp`: copies of the divided model. Weights are divided within a copy, gradients added up over all (HSDP)."""
+    """With `fsdp`: copies of the divided model. Weights are divided within a copy, gradients are added up over all."""
     offload: bool = False
     """With `fsdp`: keep the shares of weights, gradients and optimizer state in the CPU's memory."""
 
@@ -52,7 +52,7 @@ class EnginePlacement(StrictModel):
     """`cluster.engines:` the processes that sample."""
 
     count: PositiveInt = 1
-    """Sampler engines; prompts are divided among them. Draws are keyed by the sample, so results do not depend on it."""
+    """Sampler engines, among which prompts are divided. Draws are keyed by the sample: results do not depend on it."""
     placement: Literal["auto", "colocated", "separate"] = "auto"
     """`colocated`: the engine samples with the first trainer rank's own module, so nothing has to be moved (one engine,
     one trainer rank). `separate`: in processes of their own. `auto` is `colocated` where that can be."""
@@ -63,9 +63,9 @@ class PublishingSettings(StrictModel):
 
     transport: Literal["auto", "shared", "ipc", "broadcast", "disk", "delta"] = "auto"
     """`shared`: trainer and engine have one module. `ipc`: memory that two processes of one machine, or one GPU, share.
-    `broadcast`: through NCCL or gloo, in buckets. `disk`: safetensors in a folder that all can read. `delta`: only values
-    that changed, compressed. `auto` takes the first of `shared`, `ipc` and `broadcast` that can be. With adapters all of
-    them move the adapters alone."""
+    `broadcast`: through NCCL or gloo, in buckets. `disk`: safetensors in a folder that all can read. `delta`: only
+    values that changed, compressed. `auto` takes the first of `shared`, `ipc` and `broadcast` that can be. With
+    adapters all of them move the adapters alone."""
     bucket_mb: PositiveInt = 128
     """Megabytes (2^20 bytes) that are moved at a time."""
     folder: str | None = None
@@ -82,8 +82,8 @@ class SupervisionSettings(StrictModel):
     wait: PositiveFloat = 1800.0
     """Most seconds that anything may take that is asked of a process; the error names who is missing."""
     restarts: NonNegativeInt = 3
-    """How often lost processes are started again in one run. Engines get the weights anew and are proved; after the loss
-    of a trainer rank the run goes on from its last checkpoint."""
+    """How often lost processes are started again in one run. Engines get the weights anew and are proved; after the
+    loss of a trainer rank the run goes on from its last checkpoint."""
 
 
 class ClusterSettings(StrictModel):
@@ -92,8 +92,8 @@ class ClusterSettings(StrictModel):
     kind: Literal["local", "ray"] = "local"
     """`local`: everything in one process, where a debugger works. `ray`: trainer ranks and engines are Ray actors."""
     address: str | None = None
-    """With `ray`: the cluster to attach to, such as `auto` or `ray://head:10001`; one is started on this machine when not
-    set."""
+    """With `ray`: the cluster to attach to, such as `auto` or `ray://head:10001`; one is started on this machine when
+    not set."""
     trainer: TrainerPlacement = TrainerPlacement()
     """The processes that train."""
     engines: EnginePlacement = EnginePlacement()
@@ -111,8 +111,8 @@ class ClusterSettings(StrictModel):
             raise ValueError("several processes need cluster.kind: ray")
         if self.publishing.transport not in ("auto", "shared"):
             raise ValueError(
-                f"transport {self.publishing.transport} has no effect in one process, where trainer and engine share the "
-                "weights: use cluster.kind: ray"
+                f"transport {self.publishing.transport} has no effect in one process, where trainer and engine share "
+                "the weights: use cluster.kind: ray"
             )
         for name in ("address", "trainer", "publishing", "supervision"):
             if getattr(self, name) != type(self).model_fields[name].default:

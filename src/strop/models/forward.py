@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from strop.errors import ModelError
 from strop.models.attention import PackedAttention, check_supported, running
 from strop.models.layout import PackedStreams, pack
-from strop.models.logprobs import Entropy, linear_logprobs, output_head
+from strop.models.logprobs import Entropy, Vocabulary, linear_logprobs, output_head
 from strop.models.topk_logprobs import linear_topk_logprobs
 
 
@@ -101,8 +101,9 @@ def token_logprobs(
     entropy: Entropy = "none",
     hits: Tensor | None = None,
     even: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same from the hidden states [N, H] that predict the targets [N]. even: see `linear_logprobs`."""
+    """The same from the hidden states [N, H] that predict the targets [N]. even, vocabulary: see `linear_logprobs`."""
     weight, bias, softcap = output_head(model)
     return linear_logprobs(
         hidden,
@@ -115,6 +116,7 @@ def token_logprobs(
         entropy=entropy,
         hits=hits,
         even=even,
+        vocabulary=vocabulary,
     )
 
 

@@ -85,6 +85,21 @@ def pack(streams: Sequence[np.ndarray], shared: Sequence[int] | None = None) -> 
     return PackedStreams(layout, tuple(places), tuple(packer.paths))
 
 
+def padded(packed: PackedStreams, multiple: int) -> PackedStreams:
+    """The same with a segment of zeros behind, which is no stream, so that the row is a multiple of so many tokens."""
+    layout = packed.layout
+    tokens = len(layout.input_ids)
+    more = -tokens % multiple
+    if not more:
+        return packed
+    filled = Layout(
+        np.concatenate([layout.input_ids, np.zeros(more, np.int64)]),
+        np.concatenate([layout.position_ids, np.arange(more)]),
+        (*layout.segments, Segment(tokens, more)),
+    )
+    return PackedStreams(filled, packed.places, packed.paths)
+
+
 class _Packer:
     """Builds the segments from the front: what a set of streams has in common, then each of its branches."""
 

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 Entropy = Literal["none", "value", "graph"]
+
+
+class Vocabulary(Protocol):
+    """The rows of an output head that one rank of several holds, from row `start` on; what they make of their logits is
+    combined in place."""
+
+    @property
+    def start(self) -> int: ...
+    def maximum(self, values: Tensor) -> Tensor: ...
+    def total(self, values: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,34 @@ class _Head:
     entropy: Entropy
     hits: Tensor | None = None
     even: bool = False
+    vocabulary: Vocabulary | None = None
+
+    def of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-sum-exp, logits of the targets, largest logits) [n] over the whole vocabulary, of logits [n, V]."""
+        if self.vocabulary is None:
+            picked = logits.gather(1, targets[:, None]).squeeze(1)
+            largest = logits.amax(-1) if self.hits is not None else picked
+            return torch.logsumexp(logits, -1), picked, largest
+        largest = self.vocabulary.maximum(logits.amax(-1))
+        local, inside = self.local(targets, logits.shape[1])
+        picked = torch.where(inside, logits.gather(1, local[:, None]).squeeze(1), 0)
+        parts = torch.stack([torch.exp(logits - largest[:, None]).sum(-1), picked])
+        exponentials, picked = self.vocabulary.total(parts)
+        return largest + torch.log(exponentials), picked, largest
+
+    def local(self, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """(row of the head, whether it is one of this rank's) of each target."""
+        assert self.vocabulary is not None
+        local = targets - self.vocabulary.start
+        inside = (local >= 0) & (local < rows)
+        return local.masked_fill(~inside, 0), inside
+
+    def add_at_targets(self, grad: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Add values [n, 1] to the targets' columns of a gradient of logits [n, V], where they are this rank's."""
+        if self.vocabulary is not None:
+            targets, inside = self.local(targets, grad.shape[1])
+            values = torch.where(inside[:, None], values, 0)
+        grad.scatter_add_(1, targets[:, None], values)
 
     def spans(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self.chunk):
@@ -61,22 +99,22 @@ class _LinearLogprobs(torch.autograd.Function):
         unit = torch.empty_like(hidden) if frozen else None
         for span in head.spans(count):
             logits = _logits(hidden[span], weight, bias, head.softcap).div_(head.temperature)
-            lse = torch.logsumexp(logits, -1)
+            lse, picked, largest = head.of(logits, targets[span])
             normalizer[span] = lse
-            picked = logits.gather(1, targets[span, None]).squeeze(1)
             logprobs[span] = picked - lse
             if head.hits is not None:
-                head.hits[span] = (picked >= logits.amax(-1)).to(head.hits.dtype)
+                head.hits[span] = (picked >= largest).to(head.hits.dtype)
             if head.entropy != "none" or early:
                 # Shifted first: products of unshifted logits would lose digits of a small entropy.
                 log_p = logits.sub_(lse[:, None])
                 probabilities = log_p.exp_() if head.entropy == "none" else torch.exp(log_p)
                 if head.entropy != "none":
-                    entropy[span] = -log_p.mul_(probabilities).sum(-1)
+                    spread = -log_p.mul_(probabilities).sum(-1)
+                    entropy[span] = spread if head.vocabulary is None else head.vocabulary.total(spread)
                 del log_p, logits
                 if early:
                     grad = probabilities.neg_()
-                    grad.scatter_add_(1, targets[span, None], torch.ones_like(lse[:, None]))
+                    head.add_at_targets(grad, targets[span], torch.ones_like(lse[:, None]))
                     grad.div_(head.temperature)
                     if summed is not None:
                         summed.add(span, grad)
@@ -116,7 +154,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad = torch.exp(log_p).mul_(-g - grad_entropy[span, None] * (log_p + entropy[span, None]))
             else:
                 grad = log_p.exp_().mul_(-g)
-            grad.scatter_add_(1, targets[span, None], g)
+            head.add_at_targets(grad, targets[span], g)
             grad.div_(head.temperature)
             if bend is not None:
                 grad.mul_(bend)
@@ -189,6 +227,7 @@ def linear_logprobs(
     entropy: Entropy = "none",
     hits: Tensor | None = None,
     even: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of each distribution.
 
@@ -203,6 +242,7 @@ def linear_logprobs(
         hits: [N], filled with 1 where the target is the most likely token and 0 elsewhere.
         even: all rows are expected to count alike in the loss, as in a mean: logits are then not computed twice. Where
             they do not, the gradient is right all the same.
+        vocabulary: `weight` and `bias` are this rank's part of them. The gradient of `hidden` is then a part of a sum.
 
     Returns:
         (logprobs [N] float32, differentiable; entropy [N] float32, differentiable if it is asked for as "graph").
@@ -212,7 +252,9 @@ def linear_logprobs(
     # Equal chunks: a last chunk of a few rows would pay for a whole pass over the head.
     pieces = max(1, -(-hidden.shape[0] // chunk))
     size = max(1, -(-hidden.shape[0] // pieces))
-    return _LinearLogprobs.apply(hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits, even))
+    return _LinearLogprobs.apply(
+        hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits, even, vocabulary)
+    )
 
 
 def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None, float | None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.batch import TokenBatch
 from strop.models.forward import PackedInputs, packed_inputs
-from strop.models.layout import LEAST_SHARED, common_prefix, pack
+from strop.models.layout import LEAST_SHARED, common_prefix, pack, padded
 
 
 class Stream(Protocol):
@@ -87,14 +87,23 @@ def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
 
 
 def micro_batches(
-    batch: TokenBatch, budget: int, device: torch.device, *, whole_groups: bool = False, share: bool = True
+    batch: TokenBatch,
+    budget: int,
+    device: torch.device,
+    *,
+    whole_groups: bool = False,
+    share: bool = True,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Cut a mini-batch into passes of at most `budget` packed tokens; what streams begin with alike is counted once.
 
     A sequence that alone is longer than the budget gets a pass of its own: nothing is cut or left out. With
     `whole_groups` the same holds of a group, whose sequences follow each other. Without `share` nothing is computed
-    together: the packed row is the cut of the flat batch itself.
+    together: the packed row is the cut of the flat batch itself. Packed rows are filled up to a multiple of `multiple`
+    tokens.
     """
+    if not batch.sequences:
+        return []
     edges = np.concatenate([[0], np.cumsum(batch.lengths().numpy())])
     ids, mask = batch.input_ids.numpy(), batch.loss_mask.numpy()
     streams = [ids[a:b] for a, b in pairwise(edges)]
@@ -115,7 +124,7 @@ def micro_batches(
             chosen.append([])
             used = alone
         chosen[-1] += unit
-    return [_micro_batch(batch, part, streams, masks, heads, device) for part in chosen]
+    return [_micro_batch(batch, part, streams, masks, heads, device, multiple) for part in chosen]
 
 
 def _units(batch: TokenBatch, whole_groups: bool) -> list[list[int]]:
@@ -145,8 +154,9 @@ def _micro_batch(
     masks: list[np.ndarray],
     heads: list[int],
     device: torch.device,
+    multiple: int,
 ) -> MicroBatch:
-    packed = pack([streams[at] for at in part], [heads[at] for at in part])
+    packed = padded(pack([streams[at] for at in part], [heads[at] for at in part]), multiple)
     sequences = torch.tensor(part)
     cut = batch.select(sequences).to(device)
     return MicroBatch(
@@ -154,4 +164,17 @@ def _micro_batch(
         batch=cut,
         inputs=packed_inputs(packed, [masks[at] for at in part], device),
         trained=torch.nonzero(cut.loss_mask)[:, 0],
+    )
+
+
+def filler(batch: TokenBatch, device: torch.device, *, multiple: int = 1) -> MicroBatch:
+    """A pass without sequences: for a rank that has nothing left to do while others, who need its share of the weights,
+    have."""
+    packed = padded(pack([np.zeros(1, np.int64)]), multiple)
+    none = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(
+        sequences=none,
+        batch=batch.select(none).to(device),
+        inputs=packed_inputs(packed, [np.zeros(1, bool)], device),
+        trained=none.to(device),
     )

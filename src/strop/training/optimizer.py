@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
+from strop.training.parallel.gradients import Gradients, PlainGradients
 from strop.training.schedule import learning_rate
 from strop.training.update_rules import update_rules
 
@@ -29,6 +30,7 @@ class MasterOptimizer:
         parameters: (name, parameter) of what is trained. total: optimizer updates of the whole run, for the schedule.
         outer: names of the weights of input and output layers, which Muon leaves to AdamW.
         scales: what the learning rate of a weight is multiplied with, by its name; 1 where it is not named.
+        gradients: how gradients become those of the whole batch; of one process when None.
 
     Raises:
         MissingExtra: the optimizer needs a package that is not installed.
@@ -41,8 +43,10 @@ class MasterOptimizer:
         total: int,
         outer: Collection[str] = (),
         scales: Mapping[str, float] | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         self.settings = settings
+        self._gradients = PlainGradients() if gradients is None else gradients
         self.total = total
         self.updates = 0
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
@@ -78,8 +82,8 @@ class MasterOptimizer:
             RunFailure: the gradient is not finite; nothing was changed.
         """
         with torch.no_grad():
-            grads = [m.grad for m in self.masters.values() if m.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads)
+            self._gradients.reduce(self.masters)
+            norm = self._gradients.norm(self.masters)
             if not bool(torch.isfinite(norm)):
                 self.zero_grad()
                 raise RunFailure(
@@ -87,7 +91,7 @@ class MasterOptimizer:
                     mend="lower the learning rate; the weights are those from before this update",
                 )
             if self.settings.max_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(list(self.masters.values()), self.settings.max_grad_norm, norm)
+                self._gradients.clip(self.masters, self.settings.max_grad_norm, norm)
             rate = learning_rate(self.settings, self.updates, self.total)
             for rule in self.rules:
                 for group in rule.param_groups:

@@ -18,13 +18,15 @@ from strop.algorithms.base import LossTerms, Objective
 from strop.algorithms.batch import TokenBatch
 from strop.config.training import OptimizerSettings
 from strop.models.adaptive import adaptive_ranks
-from strop.models.attention import running
-from strop.models.forward import packed_hidden, score_streams, token_logprobs
+from strop.models.attention import Plan, running
+from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
+from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
 from strop.models.scalar import packed_scores
-from strop.training.batching import MicroBatch, micro_batches, mini_batches
+from strop.training.batching import MicroBatch, filler, micro_batches, mini_batches
 from strop.training.optimizer import MasterOptimizer
+from strop.training.parallel.ranks import Alone, Whole
 from strop.training.protocol import Role
 from strop.training.targets import forward_on_targets
 from strop.training.update_rules import outer_weights
@@ -42,6 +44,10 @@ class Given:
     logprobs: Tensor
     entropy: Tensor
     values: Tensor
+
+    def all(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As a tuple, in which FSDP looks for tensors with a gradient."""
+        return self.logprobs, self.entropy, self.values
 
 
 class SingleDeviceTrainer:
@@ -62,6 +68,8 @@ class SingleDeviceTrainer:
         value_head: a scalar head on the backbone of a causal model, trained with it: see `logprobs_and_values` and
             `WithValues`. value_rate: its peak learning rate, which follows the schedule of the model's.
         moving_ranks: let the ranks of adapters move that were made for it (`models/adaptive.py`).
+        ranks: the other processes that train together with this one; all of them are made, and called, alike, and each
+            returns the same. The model is then divided in place.
     """
 
     def __init__(
@@ -82,8 +90,10 @@ class SingleDeviceTrainer:
         value_head: nn.Linear | None = None,
         value_rate: float | None = None,
         moving_ranks: bool = False,
+        ranks: Alone | None = None,
     ) -> None:
         self.model: Any = model
+        self._ranks_of = Alone() if ranks is None else ranks
         self.device = next(model.parameters()).device
         self._head = head
         self._neftune_alpha = neftune_alpha
@@ -93,9 +103,9 @@ class SingleDeviceTrainer:
         self._parts = parts
         self._epochs = epochs
         self._adapters = hasattr(model, "disable_adapter")
-        self._reference: nn.Module | None = None
+        self._reference: Whole | None = None
         if reference and not self._adapters:
-            self._reference = copy.deepcopy(model).requires_grad_(False).eval()
+            self._reference = self._ranks_of.divide(copy.deepcopy(model).requires_grad_(False).eval())
         self._recompute = recompute
         if recompute:
             # Older versions of transformers know the second name only, and newer ones warn of it.
@@ -105,6 +115,8 @@ class SingleDeviceTrainer:
                 self.model.enable_input_require_grads()
         self._ranks = adaptive_ranks(model) if moving_ranks else None
         self._value_head = value_head
+        outer = outer_weights(model)
+        self._whole = self._ranks_of.divide(model, value_head=value_head)
         trained = list(model.named_parameters())
         scales = {}
         if value_head is not None:
@@ -112,7 +124,7 @@ class SingleDeviceTrainer:
             trained += own
             rate = optimizer.learning_rate if value_rate is None else value_rate
             scales = {name: rate / optimizer.learning_rate for name, _ in own}
-        self.optimizer = MasterOptimizer(trained, optimizer, total_updates, outer_weights(model), scales)
+        self.optimizer = MasterOptimizer(trained, optimizer, total_updates, outer, scales, self._ranks_of.gradients())
 
     def logprobs(self, batch: TokenBatch, *, role: Role = "policy") -> Tensor:
         """[T] float32 on the CPU, at the sampling temperature, 0 where the loss mask is False."""
@@ -125,15 +137,16 @@ class SingleDeviceTrainer:
     def _passes(self, batch: TokenBatch, role: Role) -> tuple[Tensor, Tensor]:
         """([T] log-probabilities, [T] values), without a gradient; values are 0 without a value head."""
         out, values = torch.zeros(2, batch.input_ids.shape[0]).unbind()
-        with torch.no_grad(), self._as(role) as model:
+        with torch.no_grad(), self._as(role) as whole:
             # The same cuts as in `update`, so that the first mini-batch finds the same numbers bit for bit.
             for part in mini_batches(batch, self._parts):
-                for micro in micro_batches(batch.select(part), self._budget, self.device):
-                    with running(model, micro.inputs.attention):
-                        given = self._forward(model, micro, "none")
+                for micro in self._divided(batch.select(part)):
+                    with running(whole.model, self._plan(micro)):
+                        given = self._forward(whole, micro, "none")
                     places = self._places(batch, part[micro.sequences])
                     out[places], values[places] = given.logprobs.cpu(), given.values.cpu()
-        return out, values
+            self._ranks_of.rest(whole)
+        return self._ranks_of.total(out), self._ranks_of.total(values)
 
     def update(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
         """Forward, backward and optimizer step for each mini-batch of each epoch.
@@ -158,7 +171,8 @@ class SingleDeviceTrainer:
         batch.extra["logprobs"] = torch.zeros(batch.input_ids.shape[0])
         for places, values in seen:
             batch.extra["logprobs"][places] = values.cpu()
-        return totals.means()
+        batch.extra["logprobs"] = self._ranks_of.total(batch.extra["logprobs"])
+        return totals.means(self._ranks_of)
 
     def evaluate(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
         """The loss and its metrics on a batch that is not trained, in evaluation mode, as `update` reports them."""
@@ -167,15 +181,24 @@ class SingleDeviceTrainer:
         denominators = objective.denominators(batch)
         with torch.no_grad():
             for micro in self._cut(batch, objective):
-                with running(self.model, micro.inputs.attention):
+                with running(self.model, self._plan(micro)):
                     _, found, terms, entropy = self._loss(micro, objective, denominators)
-                totals.add(terms, found, micro, entropy, int(batch.loss_mask.sum()), denominators[""])
-        return totals.means()
+                if found is not None:
+                    totals.add(terms, found, micro, entropy, int(batch.loss_mask.sum()), denominators[""])
+            self._ranks_of.rest(self._whole)
+        return totals.means(self._ranks_of)
 
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
         self.model.eval()
-        return score_streams(self.model, [np.asarray(tokens, dtype=np.int64) for tokens in token_lists])
+        streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
+        packed = padded(pack(streams), self._ranks_of.multiple)
+        inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
+        with torch.no_grad(), running(self.model, self._ranks_of.plan(inputs.attention)):
+            flat = self._whole(lambda: self._compute(self._whole, inputs, "none", temperature=1.0)).logprobs
+            self._ranks_of.rest(self._whole)
+        pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
+        return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         from strop.models.save import merged_weights
@@ -210,22 +233,25 @@ class SingleDeviceTrainer:
             (disable or self.model.gradient_checkpointing_disable)()
 
     @contextmanager
-    def _as(self, role: Role) -> Iterator[nn.Module]:
+    def _as(self, role: Role) -> Iterator[Whole]:
         """The model that plays a role."""
         self.model.eval()
         if role == "policy":
-            yield self.model
+            yield self._whole
         elif self._adapters:
             with self.model.disable_adapter():
-                yield self.model
+                yield self._whole
         elif self._reference is not None:
             yield self._reference
         else:
             raise ValueError("this trainer was made without a reference")
 
+    def _plan(self, micro: MicroBatch) -> Plan:
+        return self._ranks_of.plan(micro.inputs.attention)
+
     def _forward(
         self,
-        model: nn.Module,
+        whole: Whole,
         micro: MicroBatch,
         entropy: Entropy,
         hits: Tensor | None = None,
@@ -235,28 +261,55 @@ class SingleDeviceTrainer:
     ) -> Given:
         """What the model gives for the trained tokens. frozen: only the value head has a gradient. even: see
         `linear_logprobs`."""
-        if not len(micro.trained):
+        if not len(micro.trained) and not self._ranks_of.passes_together:
             empty = torch.zeros(0, device=self.device)
             return Given(empty, empty, empty)
-        places = micro.inputs.places if self._head == "score" else micro.inputs.predictors
+        found = whole(
+            lambda: self._compute(whole, micro.inputs, entropy, self._temperature, hits, frozen=frozen, even=even).all()
+        )
+        return Given(*found)
+
+    def _compute(
+        self,
+        whole: Whole,
+        inputs: PackedInputs,
+        entropy: Entropy,
+        temperature: float,
+        hits: Tensor | None = None,
+        *,
+        frozen: bool = False,
+        even: bool = False,
+    ) -> Given:
+        """The forward pass, from the packed row to what is asked of its wanted tokens."""
+        ranks, model = self._ranks_of, whole.model
+        places = inputs.places if self._head == "score" else inputs.predictors
+        mine, count = ranks.mine(inputs, places), len(places)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            hidden = packed_hidden(model, micro.inputs).index_select(0, places)
+            hidden = ranks.hidden(model, inputs)
             if self._head != "logprobs":
-                scores = packed_scores(model, hidden)
+                at_head = ranks.at(hidden, places, vocabulary=False)
+                scores = ranks.together(packed_scores(model, at_head), mine, count)
                 return Given(scores, torch.zeros_like(scores), torch.zeros_like(scores))
+            own_hits = hits if mine is None or hits is None else hits.new_zeros(len(mine))
             logprobs, spread = token_logprobs(
                 model,
-                hidden,
-                micro.inputs.targets,
-                temperature=self._temperature,
+                ranks.at(hidden, places, vocabulary=True),
+                inputs.targets if mine is None else inputs.targets[mine],
+                temperature=temperature,
                 chunk=self._chunk,
                 entropy=entropy,
-                hits=hits,
+                hits=own_hits,
                 even=even,
+                vocabulary=ranks.vocabulary(),
             )
-        if self._value_head is None:
+            logprobs = ranks.together(logprobs, mine, count)
+            spread = ranks.together(spread, mine, count)
+            if hits is not None and own_hits is not None and mine is not None:
+                hits.copy_(ranks.together(own_hits, mine, count))
+        if whole.value_head is None:
             return Given(logprobs, spread, torch.zeros_like(spread))
-        return Given(logprobs, spread, self._value_head(hidden.float())[:, 0])
+        at_head = ranks.at(hidden, places, vocabulary=False)
+        return Given(logprobs, spread, ranks.together(whole.value_head(at_head.float())[:, 0], mine, count))
 
     def _mini_batch(
         self, batch: TokenBatch, objective: Objective, totals: _Totals, *, first: bool
@@ -272,14 +325,19 @@ class SingleDeviceTrainer:
         first = first and len(sampled) > 0 and not bool(torch.isnan(sampled).all())
         # Noise belongs to a sequence, so none may be computed together with another.
         for micro in self._cut(batch, objective, share=not self._neftune_alpha):
-            with running(self.model, micro.inputs.attention), self._noise(micro):
-                values, found, terms, entropy = self._loss(micro, objective, denominators)
+            with running(self.model, self._plan(micro)), self._noise(micro):
+                given, found, terms, entropy = self._loss(micro, objective, denominators)
                 if len(micro.trained):
                     torch.stack(list(terms.values())).sum().backward()
+                elif self._ranks_of.passes_together:
+                    (given.logprobs.sum() + given.values.sum()).backward()
+            if found is None:
+                continue
+            values = given.logprobs.detach()
             totals.add(terms, found, micro, entropy, trained, denominators[""])
-            seen.append((micro.sequences, values.detach()))
+            seen.append((micro.sequences, values))
             if first:
-                totals.mismatch(micro.scatter(values.detach()), micro, trained)
+                totals.mismatch(micro.scatter(values), micro, trained)
         if self._ranks is None or head_alone:
             totals.updated(self.optimizer.step())
         else:
@@ -290,8 +348,22 @@ class SingleDeviceTrainer:
         return seen
 
     def _cut(self, batch: TokenBatch, objective: Objective, *, share: bool = True) -> list[MicroBatch]:
-        whole = getattr(objective, "whole_groups", False)
-        return micro_batches(batch, self._budget, self.device, whole_groups=whole, share=share)
+        return self._divided(batch, whole_groups=getattr(objective, "whole_groups", False), share=share)
+
+    def _divided(self, batch: TokenBatch, *, whole_groups: bool = False, share: bool = True) -> list[MicroBatch]:
+        """This rank's passes over a batch; their `sequences` are those of the batch."""
+        ranks = self._ranks_of
+        mine = ranks.share(batch, whole_groups=whole_groups)
+        own = batch if len(mine) == batch.sequences else batch.select(mine)
+        found = micro_batches(
+            own, self._budget, self.device, whole_groups=whole_groups, share=share, multiple=ranks.multiple
+        )
+        for micro in found:
+            micro.sequences = mine[micro.sequences]
+        if ranks.passes_together:
+            missing = ranks.most(len(found)) - len(found)
+            found += [filler(batch, self.device, multiple=ranks.multiple) for _ in range(missing)]
+        return found
 
     def _noise(self, micro: MicroBatch) -> AbstractContextManager[None]:
         """NEFTune's noise on the embeddings of what is computed inside, where it is asked for."""
@@ -307,8 +379,9 @@ class SingleDeviceTrainer:
 
     def _loss(
         self, micro: MicroBatch, objective: Objective, denominators: Mapping[str, float]
-    ) -> tuple[Tensor, LossTerms, dict[str, Tensor], Tensor | None]:
-        """(what the model gave [N], what the objective made of it, its terms as numbers, entropy [T])."""
+    ) -> tuple[Given, LossTerms | None, dict[str, Tensor], Tensor | None]:
+        """(what the model gave [N], what the objective made of it, its terms as numbers, entropy [T]); the objective is
+        not asked about a pass without sequences."""
         wanted = _entropy_of(objective)
         if getattr(objective, "needs_targets", False):
             temperatures = self._temperature, getattr(objective, "targets_temperature", self._temperature)
@@ -321,7 +394,7 @@ class SingleDeviceTrainer:
             if getattr(objective, "needs_hits", False):
                 hits = torch.zeros(len(micro.trained), device=self.device)
             given = self._forward(
-                self.model,
+                self._whole,
                 micro,
                 wanted,
                 hits,
@@ -332,13 +405,15 @@ class SingleDeviceTrainer:
                 micro.batch.extra["hits"] = micro.scatter(hits)
             if getattr(objective, "needs_values", False):
                 micro.batch.extra["new_values"] = micro.scatter(given.values)
+        if not len(micro.sequences):
+            return given, None, {}, None
         entropy = micro.scatter(given.entropy) if wanted != "none" else None
         found = objective.loss(micro.batch, micro.scatter(given.logprobs), entropy)
         terms = {
             name: objective.reduce(term, micro.batch, denominators.get(name, denominators[""]))
             for name, term in found.terms.items()
         }
-        return given.logprobs, found, terms, entropy
+        return given, found, terms, entropy
 
     def _places(self, batch: TokenBatch, sequences: Tensor) -> Tensor:
         """Flat places of the trained tokens of some sequences, in order."""
@@ -410,10 +485,22 @@ class _Totals:
         self.norms.append(torch.as_tensor(step["grad_norm"]))
         self.rates.append(float(step["learning_rate"]))
 
-    def means(self) -> dict[str, float]:
+    def means(self, ranks: Alone) -> dict[str, float]:
         updates = max(1, len(self.norms))
-        found = {name: float(value) / updates for name, value in self.sums.items()}
-        found |= {name: float(value) for name, value in {**self.maxima, **self.once}.items()}
+        parts = [({k: float(v) for k, v in each.items()}) for each in (self.sums, self.maxima, self.once)]
+        sums, maxima, once = {}, {}, {}
+        for of_rank in ranks.all_of(parts):
+            for name, value in of_rank[0].items():
+                sums[name] = sums.get(name, 0.0) + value
+            for name, value in of_rank[1].items():
+                maxima[name] = max(maxima.get(name, value), value)
+            for name, value in of_rank[2].items():
+                once[name] = (
+                    max(once.get(name, 0.0), value)
+                    if name.endswith("_max") or name.endswith("/max")
+                    else (once.get(name, 0.0) + value)
+                )
+        found = {name: value / updates for name, value in sums.items()} | maxima | once
         if self.norms:
             found["grad_norm"] = float(torch.stack(self.norms).mean())
             found["learning_rate"] = self.rates[-1]

@@ -1,0 +1,1 @@
+"""Many ranks, one trainer: who shares what, and how gradients stay those of one process."""
