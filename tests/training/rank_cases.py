@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.algorithms.batch import TokenBatch
 from strop.algorithms.named import build_algorithm
-from strop.config.model import LoraConfig
+from strop.config.model import LoraConfig, NewModel
 from strop.config.training import OptimizerSettings
+from strop.models.create import create_model
 from strop.models.load import add_lora
 from strop.training.parallel.mesh import Dimensions, Mesh
 from strop.training.parallel.ranks import Alone, Ranks
@@ -74,6 +76,7 @@ class Case:
     budget: int = 64
     recompute: bool = False
     value_head: bool = False
+    bfloat16: bool = False
     algorithm: str = "grpo"
 
     @property
@@ -83,7 +86,7 @@ class Case:
     @property
     def name(self) -> str:
         dims = [f"{n}{getattr(self, n)}" for n in ("replicas", "shards", "context", "tensor") if getattr(self, n) > 1]
-        flags = [n for n in ("sequence", "lora", "recompute", "value_head") if getattr(self, n)]
+        flags = [n for n in ("sequence", "lora", "recompute", "value_head", "bfloat16") if getattr(self, n)]
         extra = [f"{self.streams}streams"] if self.streams != 9 else []
         extra += [self.algorithm] if self.algorithm != "grpo" else []
         return "-".join([self.shape, "fsdp" if self.fsdp else "ddp", *dims, *flags, *extra])
@@ -142,7 +145,7 @@ def ragged_batch(sequences: int, *, seed: int = 1) -> TokenBatch:
 
 
 def make_trainer(case: Case, ranks: Alone | None, **options: Any) -> SingleDeviceTrainer:
-    model = tiny_model(case.shape)
+    model = tiny_model(case.shape).to(torch.bfloat16 if case.bfloat16 else torch.float32)
     head = None
     if case.lora:
         model = add_lora(model, LoraConfig(rank=4), 3)
@@ -178,7 +181,12 @@ def objective_of(case: Case) -> Any:
 
 def rank_mesh(case: Case) -> Ranks:
     dimensions = Dimensions(case.replicas, case.shards, case.context, case.tensor)
-    return Ranks(Mesh(dimensions, "cpu"), fsdp=case.fsdp, dtype=torch.float32, sequence=case.sequence)
+    return Ranks(
+        Mesh(dimensions, "cpu"),
+        fsdp=case.fsdp,
+        dtype=torch.bfloat16 if case.bfloat16 else torch.float32,
+        sequence=case.sequence,
+    )
 
 
 def gradients(case: Case, ranks: Alone | None = None) -> dict[str, Any]:
@@ -258,3 +266,43 @@ def _rank(rank: int, world: int, work: Callable[..., Any], arguments: list[Any],
 
 def gradients_of_rank(case: Case) -> dict[str, Any]:
     return gradients(case, rank_mesh(case))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Save after two updates on some ranks, or go on from there with one more."""
+
+    case: Case
+    folder: Path
+    load: bool
+
+
+def moved(work: Moved, ranks: Alone | None = None) -> dict[str, Any]:
+    """The metrics of the update after loading, and the weights then."""
+    where = Alone() if ranks is None else ranks
+    trainer = make_trainer(work.case, ranks)
+    batch = ragged_batch(9, seed=5)
+    if not work.load:
+        for seed in (3, 4):
+            trainer.update(ragged_batch(9, seed=seed), objective_of(work.case))
+        if where.rank == 0:
+            work.folder.mkdir(parents=True)
+        if where.world > 1:
+            dist.barrier()
+        state = trainer.save(work.folder)
+    else:
+        state = {"updates": 2}
+        trainer.load(work.folder, state)
+    masters = {name: where.whole(name, p).float().clone() for name, p in trainer.optimizer.masters.items()}
+    tokenizer = create_model(NewModel(characters="01", hidden_size=32, layers=1, heads=2), seed=0)[1]
+    exported = work.folder.with_name(f"{work.folder.name}-model-{where.world}-{work.case.name}-{work.load}")
+    trainer.export(tokenizer, exported)
+    loss = trainer.evaluate(batch, objective_of(work.case))["loss"]
+    stats = trainer.update(batch, objective_of(work.case))
+    weights = {name: where.whole(name, p).clone() for name, p in trainer.optimizer.parameters.items()}
+    found = {"state": state, "loss": loss, "stats": stats, "weights": weights, "masters": masters}
+    return found | {"model": load_file(exported / "model.safetensors") if where.rank == 0 else {}}
+
+
+def moved_of_rank(work: Moved) -> dict[str, Any]:
+    return moved(work, rank_mesh(work.case))

@@ -14,6 +14,8 @@ from strop.training.parallel.gradients import Gradients, PlainGradients
 from strop.training.schedule import learning_rate
 from strop.training.update_rules import update_rules
 
+MASTER = "master"
+"""What the keys of float32 copies begin with in the optimizer's state."""
 # Tables that bitsandbytes shares between all weights; they hold no state.
 _CODES = {"qmap1": "dynamic", "qmap2": "udynamic"}
 
@@ -131,7 +133,7 @@ class MasterOptimizer:
                 if key not in _CODES:
                     found[f"{key}/{name}"] = torch.as_tensor(value).detach()
             if master is not self.parameters[name]:
-                found[f"master/{name}"] = master.detach()
+                found[f"{MASTER}/{name}"] = master.detach()
         return found
 
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
@@ -145,7 +147,7 @@ class MasterOptimizer:
             for name, master in self.masters.items():
                 kinds = by_name.get(name, {})
                 if master is not self.parameters[name]:
-                    master.copy_(kinds.pop("master"))
+                    master.copy_(kinds.pop(MASTER))
                     self.parameters[name].copy_(master)
                 if kinds:
                     self._rule_of[master].state[master] = _taken_back(self._rule_of[master], master, kinds)

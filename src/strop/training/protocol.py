@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from strop.algorithms.base import Objective
@@ -25,8 +26,20 @@ class Trainer(Protocol):
         """All mini-batches and epochs of one step; returns metrics."""
         ...
 
+    def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and tensors, adapters merged."""
+        """Hugging Face names and whole weights, adapters merged."""
+        ...
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What is trained, by its name in the model; adapters alone where there are adapters."""
+        ...
+
+    def export(self, tokenizer: Any, folder: Path) -> None:
+        """Write the model as a Hugging Face folder, adapters merged."""
         ...
 
     def save(self, directory: Path) -> dict[str, Any]:

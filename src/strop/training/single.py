@@ -23,15 +23,20 @@ from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
 from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
+from strop.models.save import merged_weights, save_model
 from strop.models.scalar import packed_scores
 from strop.training.batching import MicroBatch, filler, micro_batches, mini_batches
-from strop.training.optimizer import MasterOptimizer
-from strop.training.parallel.ranks import Alone, Whole
+from strop.training.optimizer import MASTER, MasterOptimizer
+from strop.training.parallel.export import export_ranks, skeleton
+from strop.training.parallel.ranks import Alone, Ranks, Whole
+from strop.training.parallel.state import FOLDER, divided, load_sharded, save_sharded
 from strop.training.protocol import Role
 from strop.training.targets import forward_on_targets
 from strop.training.update_rules import outer_weights
 
 Head = Literal["logprobs", "score", "value"]
+WEIGHT = "weight"
+"""What the keys of weights begin with in a sharded checkpoint, beside those of the optimizer's state."""
 VALUE_HEAD = "value_head"
 """What the names of a value head's weights begin with, beside those of the model."""
 
@@ -116,6 +121,8 @@ class SingleDeviceTrainer:
         self._ranks = adaptive_ranks(model) if moving_ranks else None
         self._value_head = value_head
         outer = outer_weights(model)
+        self._formats = {name: p.dtype for name, p in model.named_parameters()}
+        self._skeleton = skeleton(model) if self._ranks_of.world > 1 else None
         self._whole = self._ranks_of.divide(model, value_head=value_head)
         trained = list(model.named_parameters())
         scales = {}
@@ -201,12 +208,44 @@ class SingleDeviceTrainer:
         return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        from strop.models.save import merged_weights
+        """Hugging Face names and whole weights, adapters merged. All ranks have to go through all of it.
 
-        yield from merged_weights(self.model).items()
+        Raises:
+            ValueError: adapters of a divided model, which are published as they are (`trained_weights`).
+        """
+        if self._skeleton is None:
+            yield from merged_weights(self.model).items()
+        elif self._adapters:
+            raise ValueError("the adapters of a divided model are not merged")
+        else:
+            yield from ((name, self._whole_weight(name, p)) for name, p in self.model.named_parameters())
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What is trained, by its name in the model, whole and in the number format that is computed in; adapters alone
+        where there are adapters. All ranks have to go through all of it."""
+        for name, parameter in self.optimizer.parameters.items():
+            if not name.startswith(f"{VALUE_HEAD}."):
+                yield name, self._ranks_of.whole(name, parameter.detach()).to(self._formats[name])
+
+    def export(self, tokenizer: Any, folder: Path) -> None:
+        """Write the model as a Hugging Face folder (`models/save.py`). All ranks have to ask; the first one writes, and
+        never has more of a divided model in memory than one of its tensors."""
+        if self._skeleton is None:
+            save_model(self.model, tokenizer, folder)
+        else:
+            everything = ((name, self._whole_weight(name, p)) for name, p in self.model.named_parameters())
+            export_ranks(everything, self._skeleton, tokenizer, folder, writes=self._ranks_of.rank == 0)
+
+    def _whole_weight(self, name: str, parameter: Tensor) -> Tensor:
+        return self._ranks_of.whole(name, parameter).to(self._formats[name])
 
     def save(self, directory: Path) -> dict[str, Any]:
-        """Write `optimizer.safetensors` and `trainable.safetensors`; together with nothing else they resume exactly."""
+        """Write `optimizer.safetensors` and `trainable.safetensors`, or of many ranks `sharded/`; together with nothing
+        else they resume exactly, on any number of ranks."""
+        if isinstance(self._ranks_of, Ranks):
+            weights = {f"{WEIGHT}/{name}": p.detach() for name, p in self.optimizer.parameters.items()}
+            save_sharded(self._ranks_of, weights | self.optimizer.state(), directory)
+            return {"updates": self.optimizer.updates}
         save_file({k: v.contiguous() for k, v in self.optimizer.state().items()}, directory / "optimizer.safetensors")
         weights = {name: p.detach().contiguous() for name, p in self.optimizer.parameters.items()}
         save_file(weights, directory / "trainable.safetensors")
@@ -217,12 +256,27 @@ class SingleDeviceTrainer:
         return state
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
-        """Take back what `save` wrote."""
-        weights = load_file(directory / "trainable.safetensors")
+        """Take back what `save` wrote, here or on another number of ranks."""
+        parameters = self.optimizer.parameters
+        if (directory / FOLDER).exists():
+            found = load_sharded(self._ranks_of, parameters, directory)
+        else:
+            weights = load_file(directory / "trainable.safetensors")
+            whole = {f"{WEIGHT}/{name}": weights[name] for name in parameters}
+            whole |= load_file(directory / "optimizer.safetensors")
+            found = divided(self._ranks_of, whole, parameters)
         with torch.no_grad():
-            for name, parameter in self.optimizer.parameters.items():
-                parameter.copy_(weights[name])
-        self.optimizer.load(load_file(directory / "optimizer.safetensors"), int(state["updates"]))
+            for name, parameter in parameters.items():
+                weight = found.pop(f"{WEIGHT}/{name}")
+                # Whoever wrote it may have trained float32 weights themselves where there are masters here, or the
+                # other way round.
+                exact = found.pop(f"{MASTER}/{name}", weight)
+                if self.optimizer.masters[name] is parameter:
+                    weight = exact
+                else:
+                    found[f"{MASTER}/{name}"] = exact
+                parameter.copy_(weight)
+        self.optimizer.load(found, int(state["updates"]))
         if self._ranks is not None:
             self._ranks.load(load_file(directory / "ranks.safetensors"), state["ranks"])
 
