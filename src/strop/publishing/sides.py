@@ -7,6 +7,7 @@ picklable values. Blocking work runs in a thread, so that the host stays respons
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ class TrainerSide:
         self._transport = transport
         self._scorer = scorer
         self._version: int | None = None
+        # What is left of a delivery that failed must end before the next begins.
+        self._busy = threading.Lock()
 
     async def offer(self, version: int, *, takers: int, whole: bool = False) -> Offer | None:
         """Announce a version; None on a rank that only helps. whole: see `SendingHalf.offer`."""
@@ -72,12 +75,13 @@ class TrainerSide:
             self._transport.close()
 
     def _send(self, version: int) -> Delivered | None:
-        if self._transport is None:
-            for _ in self._weights():
-                pass
-            return None
         recording = Recording(version)
-        offer = self._transport.send(recording, recording.over(self._weights()))
+        with self._busy:
+            if self._transport is None:
+                for _ in self._weights():
+                    pass
+                return None
+            offer = self._transport.send(recording, recording.over(self._weights()))
         data = offer.details.get("data")
         return Delivered(recording.manifest(), offer, recording.bytes if data is None else data.nbytes)
 
@@ -93,6 +97,7 @@ class EngineSide:
         self._receiver = receiver
         self._transport = transport
         self._unfinished: int | None = None
+        self._busy = threading.Lock()
 
     async def pause(self) -> None:
         await self._engine.pause()
@@ -104,7 +109,7 @@ class EngineSide:
             RunFailure: see `TakingHalf.take`.
         """
         self._unfinished = offer.version
-        await asyncio.to_thread(self._transport.take, offer, self._receiver)
+        await asyncio.to_thread(self._take, offer)
 
     async def verify(self, manifest: Manifest) -> list[Fault]:
         """What is wrong in the live module; where nothing is, the engine drops what it derived from older weights."""
@@ -137,3 +142,7 @@ class EngineSide:
 
     def close(self) -> None:
         self._transport.close()
+
+    def _take(self, offer: Offer) -> None:
+        with self._busy:
+            self._transport.take(offer, self._receiver)

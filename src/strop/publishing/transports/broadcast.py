@@ -7,7 +7,7 @@ need to know nothing beforehand. While a bucket is on its way the next one is fi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from strop.publishing.transports.protocol import Offer
 HEADER = 1 << 16
 _NAMES = HEADER - 256
 ROOT = 0
+_NO_VERSION = -1
 
 
 def join_group(
@@ -80,25 +81,45 @@ class BroadcastSender:
 
     def send(self, recording: Recording, tensors: Iterable[tuple[str, Tensor]]) -> Offer:
         version = recording.version
+        failure: list[BaseException] = []
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            try:
+                yield from tensors
+            except BaseException as error:
+                failure.append(error)
+                raise
+
         try:
-            for filled in fill(version, tensors, self._slots, self._free, names_bytes=_NAMES):
-                self._free(filled.slot)
-                header = self._headers[filled.slot]
-                header.copy_(_written(filled))
-                self._works[filled.slot] = [
-                    _broadcast(self._group, part)
-                    for part in (header, self._slots[filled.slot][: filled.used])
-                    if len(part)
-                ]
-            for slot in range(len(self._slots)):
-                self._free(slot)
-            _synchronize(self._slots[0])
+            for filled in fill(version, watched(), self._slots, self._free, names_bytes=_NAMES):
+                self._start(filled)
+            self._finish()
         except RuntimeError as error:
-            raise _lost(version, "an engine", error) from error
+            if not failure:
+                raise _lost(version, "an engine", error) from error
+            raise
+        finally:
+            if failure:
+                # Engines that wait for the next bucket must not wait in vain, and the group stays of use.
+                self._start(Filled(_NO_VERSION, 0, (), 0, last=True))
+                self._finish()
         return Offer("broadcast", version, streams=True)
 
     def close(self) -> None:
         _close(self._group)
+
+    def _start(self, filled: Filled) -> None:
+        """Put a bucket, after its description, on its way."""
+        self._free(filled.slot)
+        header = self._headers[filled.slot]
+        header.copy_(_written(filled))
+        parts = [header] + ([self._slots[filled.slot][: filled.used]] if filled.used else [])
+        self._works[filled.slot] = [_broadcast(self._group, part) for part in parts]
+
+    def _finish(self) -> None:
+        for slot in range(len(self._slots)):
+            self._free(slot)
+        _synchronize(self._slots[0])
 
     def _free(self, slot: int) -> None:
         works, self._works[slot] = self._works[slot], []

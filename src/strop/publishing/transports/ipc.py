@@ -58,17 +58,30 @@ class IpcSender:
         self._listener = Listener(address, family="AF_UNIX", backlog=64, authkey=self._key)
         self._fresh: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._engines: list[Connection] = []
-        self._takers = 0
+        self._takers, self._offered = 0, 0
         self._closed = False
         threading.Thread(target=self._accept, name="strop-ipc", daemon=True).start()
 
     def offer(self, version: int, *, takers: int, whole: bool = False) -> Offer:
-        self._takers = takers
+        self._takers, self._offered = takers, version
+        return self._offer(version)
+
+    def _offer(self, version: int) -> Offer:
         return Offer("ipc", version, streams=True, details={"address": self._listener.address, "key": self._key})
 
     def send(self, recording: Recording, tensors: Iterable[tuple[str, Tensor]]) -> Offer:
-        version = recording.version
-        engines = self._gather(version)
+        try:
+            self._send(recording.version, tensors)
+        except BaseException:
+            # Engines that wait for the next bucket must not wait in vain; they come again for the next version.
+            for engine in self._engines:
+                engine.close()
+            self._engines.clear()
+            raise
+        return self._offer(recording.version)
+
+    def _send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        engines = self._gather(self._offered)
         reading: list[set[Connection]] = [set() for _ in self._slots]
 
         def free(slot: int) -> None:
@@ -88,7 +101,6 @@ class IpcSender:
                 reading[filled.slot].add(engine)
         for slot in range(SLOTS):
             free(slot)
-        return self.offer(version, takers=self._takers)
 
     def close(self) -> None:
         self._closed = True
