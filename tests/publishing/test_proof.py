@@ -56,10 +56,14 @@ async def test_clean_publications_raise_no_alarm(tiny_model: Make, family: str, 
 
 
 def keep_packed(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault: new weights are announced, and what was derived from the old ones stays."""
+    """The fault: new weights are announced, and what was derived from the old ones stays and is called new."""
 
     async def update(new: WeightUpdate) -> int:
         engine._version = new.version
+        if engine._packed is not None:
+            engine._packed = (new.version, engine._packed[1])
+        if engine._head is not None:
+            engine._head = (new.version, engine._head[1])
         return new.version
 
     monkeypatch.setattr(engine, "update_weights", update)

@@ -407,7 +407,7 @@ async def test_packed_weights_sample_the_same(tiny_model: Make, family: str) -> 
     engine = engine_of(model, max_sequences=5, pack_weights=True)
     same(await sample(engine, requests), [one_at_a_time(model, r) for r in requests])
     assert engine._packed is not None
-    assert len(engine._packed._forwards) == 2 * 7 + 1
+    assert len(engine._packed[1]._forwards) == 2 * 7 + 1
     # The model is its own again between steps.
     assert all("forward" not in module.__dict__ for module in model.modules())
 

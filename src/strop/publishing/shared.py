@@ -5,6 +5,12 @@ from __future__ import annotations
 from strop.publishing.proof import Probe, Scorer
 from strop.rollout.engine import Engine, WeightUpdate
 
+# All that can differ: there are no tensors of which one could be wrong.
+CAUSE = (
+    "Trainer and engine share one module, so what the engine derived from older weights is stale: packed weights, "
+    "merged adapters or caches"
+)
+
 
 class SharedPublisher:
     """Nothing is moved: the engine drops what it derived from the old weights, and the probe shows that it did."""
@@ -20,5 +26,5 @@ class SharedPublisher:
             RunFailure: the engine's log-probabilities on the probe are not the trainer's.
         """
         served = await self._engine.update_weights(WeightUpdate(version))
-        worst = await self._probe.prove(trainer, self._engine, version=served)
+        worst = await self._probe.prove(trainer, self._engine, version=served, cause=CAUSE)
         return {"publish/probe_gap": worst, "publish/version": float(served)}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
+from torch import Tensor
 
 FinishReason = Literal["stop", "length", "aborted"]
 
@@ -49,10 +50,14 @@ class SampleResult:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights for an engine. `tensors` is None where trainer and engine share one module."""
+    """New weights for an engine.
+
+    tensors: pairs of a parameter's name and its new value, given one by one; None where they are in the engine's module
+    already, because it is shared with the trainer or because they were written into it (`strop.publishing`).
+    """
 
     version: int
-    tensors: Any = None
+    tensors: Iterable[tuple[str, Tensor]] | None = None
 
 
 @dataclass

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ from strop.rollout.engines import packed_linear
 from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
 from strop.rollout.sampling import draw, stream_key, uniforms
 
+T = TypeVar("T")
+# While new weights are half copied.
+_NO_VERSION = -1
+
 
 @dataclass
 class _Sequence:
@@ -40,7 +44,8 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    first_hidden: Tensor | None = None
+    # Hidden state [H] after the prompt, and the version it was computed with; lent to siblings of the same version.
+    first_hidden: tuple[int, Tensor] | None = None
     stop_tail: int = 0
 
     def result(self, finish: FinishReason) -> SampleResult:
@@ -71,7 +76,7 @@ class _Draws:
 
 
 class LocalEngine:
-    """Samples with a module that it shares with the trainer: nothing to synchronise, nothing to drift.
+    """Samples with the trainer's own module (nothing to synchronise, nothing to drift), or with one of its own.
 
     Args:
         model: a causal model, adapters included. tokenizer: decodes the tail of a completion to find stop texts.
@@ -101,8 +106,9 @@ class LocalEngine:
         self._prefill_tokens = prefill_tokens
         self._device = next(model.parameters()).device
         self._may_pack = packed_linear.available(model) if pack_weights is None else pack_weights
-        self._packed: packed_linear.PackedLinears | None = None
-        self._head: Any = None
+        # Derived from the weights, and the version they had then.
+        self._packed: tuple[int, packed_linear.PackedLinears] | None = None
+        self._head: tuple[int, Callable[[Tensor], Tensor]] | None = None
         self._cache: KVCache | None = None
         self._version = 0
         self._waiting: deque[_Sequence] = deque()
@@ -159,13 +165,35 @@ class LocalEngine:
         return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
 
     async def update_weights(self, update: WeightUpdate) -> int:
-        """The module is shared: only the version and what was derived from the old weights change."""
-        self._version = update.version
+        """Take a version: with tensors they are copied into the module; without, the module has them already.
+
+        What was derived from the old weights is dropped in both cases.
+
+        Args:
+            update: its `tensors` are pairs of a parameter's name and its new value, of the same shape, on any device
+                and in any number format; parameters that are not named stay as they are.
+
+        Raises:
+            RunFailure: there is no such parameter, or it has another shape; the engine serves no version then.
+        """
         self._packed = self._head = None
+        if update.tensors is not None:
+            self._copy(update.tensors)
+        self._version = update.version
         # What was computed with the old weights is not lent to requests that enter from now on.
         for sequence in self._running:
             sequence.first_hidden = None
         return self._version
+
+    def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self._model.named_parameters())
+        self._version = _NO_VERSION
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if name not in own or own[name].shape != tensor.shape:
+                    here = f"has the shape {list(own[name].shape)}" if name in own else "does not exist"
+                    raise RunFailure(f"{name}, {list(tensor.shape)}, was sent to an engine where it {here}")
+                own[name].copy_(tensor)
 
     async def pause(self) -> None:
         self._gate.clear()
@@ -211,6 +239,8 @@ class LocalEngine:
                 await self._gate.wait()
                 started = time.perf_counter()
                 self._without_dropout()
+                if self._version == _NO_VERSION:
+                    raise RunFailure("the weights of the engine are parts of two versions")
                 with torch.no_grad(), self._weights():
                     self._step()
                 self._stats.seconds += time.perf_counter() - started
@@ -255,7 +285,11 @@ class LocalEngine:
         for row, sequence in enumerate(entering, start=first):
             by_prompt.setdefault(_context_of(sequence), []).append(row)
             self._draws.enter(row, sequence)
-        held = {s.request.tokens: row for row, s in enumerate(self._running) if s.first_hidden is not None}
+        held = {
+            s.request.tokens: row
+            for row, s in enumerate(self._running)
+            if s.first_hidden is not None and s.first_hidden[0] == self._version
+        }
         self._running.extend(entering)
         cache.reserve(max(len(prompt) for prompt in by_prompt) + 1)
         last: dict[tuple[int, ...], Tensor] = {}
@@ -264,7 +298,7 @@ class LocalEngine:
             if prompt in held:
                 lender = self._running[held[prompt]].first_hidden
                 assert lender is not None
-                last[prompt] = lender
+                last[prompt] = lender[1]
                 for row in rows:
                     cache.copy(held[prompt], row, len(prompt))
         if fresh:
@@ -280,7 +314,7 @@ class LocalEngine:
         stacked = torch.stack([last[_context_of(sequence)] for sequence in entering])
         for sequence in entering:
             # After a sleep the context goes past the prompt, and its end is not where a sibling begins.
-            sequence.first_hidden = None if sequence.tokens else last[sequence.request.tokens]
+            sequence.first_hidden = None if sequence.tokens else (self._version, last[sequence.request.tokens])
         self._take(first, self._logits(stacked))
 
     def _decode(self) -> None:
@@ -359,16 +393,23 @@ class LocalEngine:
         if not self._may_pack:
             return nullcontext()
         if self._packed is None:
-            self._packed = packed_linear.PackedLinears(self._model, rows=min(self._rows, 64))
-        return self._packed.active()
+            self._packed = (self._version, packed_linear.PackedLinears(self._model, rows=min(self._rows, 64)))
+        return self._of_this_version(self._packed).active()
+
+    def _of_this_version(self, derived: tuple[int, T]) -> T:
+        """What was derived from the weights; nothing of another version is ever used."""
+        version, value = derived
+        if version != self._version:
+            raise RunFailure(f"the engine serves version {self._version} with weights packed from version {version}")
+        return value
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, V] float32."""
         weight, bias, softcap = output_head(self._model)
         if self._may_pack and weight.numel() >= packed_linear.SMALLEST:
             if self._head is None:
-                self._head = packed_linear.packed_product(weight.detach(), bias, min(self._rows, 64))
-            logits: Tensor = self._head(hidden)
+                self._head = (self._version, packed_linear.packed_product(weight.detach(), bias, min(self._rows, 64)))
+            logits = self._of_this_version(self._head)(hidden)
         else:
             logits = nn.functional.linear(hidden, weight, bias).float()
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -1,0 +1,101 @@
+"""What a version of the weights is made of, tensor by tensor, and how a fault in it is told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from strop.publishing.checksums import checksum
+
+# Names that a message has room for.
+NAMED = 5
+
+FaultKind = Literal["missing", "corrupted", "old", "swapped", "unpublished", "unknown", "shape"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor as the trainer sent it. dtype: without `torch.`. checksum: 64 bits."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of a version, in the order in which they were sent. bytes: of all of them."""
+
+    version: int
+    entries: tuple[Entry, ...]
+    bytes: int = 0
+    checksum_seconds: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises KeyError, TypeError or ValueError where the text is no manifest."""
+        raw: dict[str, Any] = json.loads(text)
+        entries = [Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in raw.pop("entries")]
+        return cls(**raw, entries=tuple(entries))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One tensor of an engine that is not what the trainer sent."""
+
+    name: str
+    kind: FaultKind
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.detail})"
+
+
+def told(faults: Sequence[Fault]) -> str:
+    """Up to five faults by name, and how many there are."""
+    names = "; ".join(map(str, faults[:NAMED]))
+    return names if len(faults) <= NAMED else f"{names}; and {len(faults) - NAMED} more"
+
+
+@dataclass
+class Recording:
+    """A manifest while it is made: tensors pass through `over` on their way into a transport."""
+
+    version: int
+    entries: list[Entry] = field(default_factory=list)
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def over(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors; each is written down before it is handed on."""
+        for name, tensor in tensors:
+            started = time.perf_counter()
+            self.entries.append(Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape), checksum(tensor)))
+            self.seconds += time.perf_counter() - started
+            self.bytes += tensor.nbytes
+            yield name, tensor
+
+    def manifest(self) -> Manifest:
+        return Manifest(self.version, tuple(self.entries), self.bytes, self.seconds)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Raises ValueError where torch has no such number format."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is no number format of torch")
+    return dtype
