@@ -6,6 +6,8 @@ that went wrong while running (exit 1, what was saved is kept).
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class StropError(Exception):
     """Base of every error strop raises on purpose.
@@ -24,6 +26,10 @@ class StropError(Exception):
         self.mend = mend
         super().__init__(self.block())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Classes below take other arguments; errors of another process must arrive as what they were.
+        return _again, (type(self), self.args), self.__dict__
+
     def block(self) -> str:
         """The error as the command line prints it, without a traceback."""
         lines = [self.what]
@@ -32,6 +38,12 @@ class StropError(Exception):
         if self.mend:
             lines.append(f"  mend:  {self.mend}")
         return "\n".join(lines)
+
+
+def _again(kind: type[StropError], args: tuple[Any, ...]) -> StropError:
+    """An error as it was, made without its `__init__`."""
+    error: StropError = kind.__new__(kind, *args)
+    return error
 
 
 class UserError(StropError):

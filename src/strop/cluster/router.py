@@ -1,0 +1,145 @@
+"""Several engines behind the protocol of one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from strop.cluster.supervision import WorkerLost
+from strop.rollout.engine import Engine, EngineStats, SampleRequest, SampleResult, WeightUpdate
+
+REMEMBERED = 4096
+"""Prompts whose engine is kept in mind; an older one that comes back may go to another, at the cost of a prefill."""
+
+Restart = Callable[[int, WorkerLost], Awaitable[Engine]]
+Reload = Callable[[int, Engine], Awaitable[None]]
+
+
+def prompt_key(stream: tuple[int, ...]) -> tuple[int, ...]:
+    """What all samples and turns of one prompt have in common.
+
+    Streams of training begin with the number of the group and go on with the sample; those of evaluations begin below
+    zero, and the prompt comes after that.
+    """
+    return stream[:1] if stream[:1] >= (0,) else stream[:2]
+
+
+class EngineRouter:
+    """Sends all requests of a prompt to one engine, and what belongs to no request to each.
+
+    Which engine samples does not change what is sampled: draws are keyed by the sample. A new prompt goes to the engine
+    with the fewest tokens outstanding, the first of those.
+
+    Args:
+        engines: at least one. restart: called with the index of an engine whose process is lost, and why; gives one in
+            its place, or raises the loss. reload: gives that one the weights that the others serve, and proves them.
+    """
+
+    def __init__(
+        self, engines: Sequence[Engine], *, restart: Restart | None = None, reload: Reload | None = None
+    ) -> None:
+        self.engines = list(engines)
+        self._restart, self._reload = restart, reload
+        self._outstanding = [0] * len(self.engines)
+        self._home: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._repairs = [asyncio.Lock() for _ in self.engines]
+        self._paused = False
+
+    async def generate(self, request: SampleRequest) -> SampleResult:
+        """Sample one completion; where its engine is lost on the way, once more on the one that takes its place."""
+        index = self._engine_for(prompt_key(request.stream))
+        tokens = len(request.tokens) + request.settings.max_new_tokens
+        self._outstanding[index] += tokens
+        try:
+            return await self._on(index, lambda engine: engine.generate(request))  # type: ignore[no-any-return]
+        finally:
+            self._outstanding[index] -= tokens
+
+    async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
+        """What the first engine says of each stream; see `score_each`."""
+        return (await self.score_each(token_lists, temperature=temperature))[0]
+
+    async def score_each(
+        self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0
+    ) -> list[list[np.ndarray]]:
+        """What every engine says: log-probabilities float32 [L] of each stream, the first one NaN."""
+        return await self._each(lambda engine: engine.score(token_lists, temperature=temperature))
+
+    async def update_weights(self, update: WeightUpdate) -> int:
+        """Give all engines new weights; returns the version that the last of them serves."""
+        return int(min(await self._each(lambda engine: engine.update_weights(update))))
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._each(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._each(lambda engine: engine.resume())
+
+    async def abort(self) -> None:
+        await self._each(lambda engine: engine.abort())
+
+    async def sleep(self) -> None:
+        await self._each(lambda engine: engine.sleep())
+
+    async def wake(self) -> None:
+        await self._each(lambda engine: engine.wake())
+
+    def take_stats(self) -> EngineStats:
+        """Counts of all engines together; seconds are those of the busiest."""
+        all_stats = [engine.take_stats() for engine in self.engines]
+        total = EngineStats(seconds=max(stats.seconds for stats in all_stats))
+        for stats in all_stats:
+            total.prompt_tokens += stats.prompt_tokens
+            total.sampled_tokens += stats.sampled_tokens
+            total.sequences += stats.sequences
+            for name, value in stats.extra.items():
+                total.extra[name] = total.extra.get(name, 0.0) + value
+        return total
+
+    async def close(self) -> None:
+        """Close all engines; one that is lost is closed enough."""
+        found = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, WorkerLost):
+                raise error
+
+    def _engine_for(self, key: tuple[int, ...]) -> int:
+        index = self._home.get(key)
+        if index is None:
+            index = min(range(len(self.engines)), key=lambda at: (self._outstanding[at], at))
+            self._home[key] = index
+            if len(self._home) > REMEMBERED:
+                self._home.popitem(last=False)
+        self._home.move_to_end(key)
+        return index
+
+    async def _each(self, ask: Callable[[Engine], Awaitable[Any]]) -> list[Any]:
+        return list(await asyncio.gather(*(self._on(index, ask) for index in range(len(self.engines)))))
+
+    async def _on(self, index: int, ask: Callable[[Engine], Awaitable[Any]]) -> Any:
+        """Ask an engine, and whatever takes its place, until there is an answer or no place to take."""
+        while True:
+            engine = self.engines[index]
+            try:
+                return await ask(engine)
+            except WorkerLost as loss:
+                await self._repair(index, engine, loss)
+
+    async def _repair(self, index: int, lost: Engine, loss: WorkerLost) -> None:
+        if self._restart is None:
+            raise loss
+        async with self._repairs[index]:
+            if self.engines[index] is not lost:  # somebody else's request has found out before
+                return
+            engine = await self._restart(index, loss)
+            if self._reload is not None:
+                await self._reload(index, engine)
+            if self._paused:
+                await engine.pause()
+            self.engines[index] = engine

@@ -1,0 +1,64 @@
+"""One Ray cluster for all tests of this folder, and groups of toy workers in it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from cluster_waiting import Start
+
+from strop.cluster.group import WorkerGroup
+from strop.cluster.placement import Ask, Placed, place
+from strop.cluster.session import open_session
+from strop.cluster.supervision import Supervisor
+from strop.config.cluster import SupervisionSettings
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[Any]:
+    """A cluster that counts four CPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        # The workers import `toys` from here.
+        patch.setenv("PYTHONPATH", str(TESTS))
+        patch.setenv("STROP_TEST_PASSED", "yes")
+        session = open_session(None, cpus=4, store_mb=100)
+        yield session
+        session.close()
+
+
+@pytest.fixture
+def notices() -> list[str]:
+    """What workers warned of."""
+    return []
+
+
+@pytest.fixture
+async def start(ray_session: Any, tmp_path: Path, notices: list[str]) -> AsyncIterator[Start]:
+    """`await start(2)`: a group of toys of role "trainer"; `together=False` for one of engines."""
+    groups: list[tuple[WorkerGroup, Placed, Supervisor]] = []
+
+    async def begin(
+        count: int, role: str = "trainer", *, together: bool = True, make: bool = True, **limits: Any
+    ) -> WorkerGroup:
+        settings = SupervisionSettings(**{"heartbeat": 0.5, "timeout": 3.0, "wait": 60.0, **limits})
+        placement = await place([Ask(role, count, "cpu", together=together)], wait=60)
+        supervisor = Supervisor(settings, notices.append)
+        placed = placement.roles[role]
+        group = await WorkerGroup.start(placed, supervisor, run=tmp_path.name, logs=tmp_path / "logs", threads=0)
+        groups.append((group, placed, supervisor))
+        if make:
+            await group.make("toys:make_toy", base=10)
+        return group
+
+    yield begin
+    for group, placed, supervisor in groups:
+        await group.close()
+        supervisor.close()
+        placed.release()
