@@ -55,8 +55,8 @@ async def _steps(config: Any, measured: int) -> list[dict[str, float]]:
         for step in range(1, measured + 2):
             started = time.perf_counter()
             groups = await run.collect()
-            batch = run.build_batch(groups)
-            stats = run.update(batch)
+            batch = await run.build_batch(groups)
+            stats = await run.update(batch)
             run.step = step
             await run.publish()
             metrics = run.record(groups, batch, stats)

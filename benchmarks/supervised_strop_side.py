@@ -53,8 +53,8 @@ async def _steps(config: Any, measured: int) -> list[dict[str, float]]:
         await run.begin()
         for step in range(1, measured + 2):
             started, started_cpu = time.perf_counter(), time.process_time()
-            batch = run.next_batch()
-            stats = run.update(batch)
+            batch = await run.next_batch()
+            stats = await run.update(batch)
             run.step = step
             metrics = run.record(batch, stats)
             await run.evaluate_and_save_if_due()

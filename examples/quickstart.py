@@ -15,8 +15,8 @@ async def main() -> None:
         await run.begin()  # the warm-up, and the score before
         while not run.done:
             groups = await run.collect()  # completions, scored
-            batch = run.build_batch(groups)  # advantages
-            stats = run.update(batch)  # gradients
+            batch = await run.build_batch(groups)  # advantages
+            stats = await run.update(batch)  # gradients
             run.step += 1
             await run.publish()  # the engine serves the new weights, and proves it
             await run.look(groups)  # alarms against reward hacking

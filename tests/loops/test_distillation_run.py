@@ -128,7 +128,7 @@ async def test_the_loss_is_that_of_whole_distributions(kind: str, stored: bool) 
         batch = batch_of(rows)
         run._fill(batch, "train", rows, "step-0")
         run.roles.model.save_pretrained("student")
-        stats = run.update(batch)
+        stats = await run.update(batch)
     total, count = 0.0, 0
     for row in rows:
         [example] = row.examples
@@ -159,7 +159,7 @@ async def test_the_gradient_is_that_of_whole_distributions() -> None:
         batch = batch_of(rows)
         run._fill(batch, "train", rows, "step-0")
         run.roles.model.save_pretrained("student")
-        stats = run.update(batch)
+        stats = await run.update(batch)
     model = AutoModelForCausalLM.from_pretrained("student", dtype=torch.float64)
     losses = []
     for row in rows:
@@ -180,7 +180,7 @@ async def test_a_tail_changes_little_where_the_teacher_is_sure() -> None:
             rows = [run.stream.next()[0] for _ in range(8)]
             batch = batch_of(rows)
             run._fill(batch, "train", rows, "step-0")
-            found.append(run.update(batch))
+            found.append(await run.update(batch))
     assert found[1]["distillation/coverage"] > 0.9
     assert 0 < found[1]["distillation/divergence"] <= found[0]["distillation/divergence"] + 1e-6
     assert found[1]["distillation/divergence"] == pytest.approx(found[0]["distillation/divergence"], rel=0.2)

@@ -88,7 +88,7 @@ async def test_the_loss_is_that_of_the_noisy_embeddings_by_plain_torch() -> None
         batch = batch_of(rows)
         batch.draw_keys = draw_keys(rows, config.run.seed)
         plain = run.trainer.evaluate(batch, run.objective)["loss"]
-        stats = run.update(batch)
+        stats = await run.update(batch)
     assert stats["loss"] == pytest.approx(float(total) / count, rel=1e-5)
     # An evaluation has no noise.
     assert abs(plain - stats["loss"]) > 1e-3

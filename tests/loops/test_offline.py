@@ -157,9 +157,9 @@ async def batches(data: dict[str, Any], steps: int) -> list[Any]:
         await opened.begin()
         for _ in range(steps):
             groups = await opened.collect()
-            batch = opened.build_batch(groups)
+            batch = await opened.build_batch(groups)
             found.append(batch)
-            stats = opened.update(batch)
+            stats = await opened.update(batch)
             opened.step += 1
             await opened.publish()
             opened.record(groups, batch, stats)

@@ -117,7 +117,7 @@ def test_the_model_is_in_memory_once_and_no_step_asks_a_reference(monkeypatch: p
             await run.begin()
             before = len(calls.found)
             assert before == 7, "six batches and the held-out rows"
-            run.update(run.next_batch())
+            await run.update(await run.next_batch())
             await run.evaluate()
             assert len(calls.found) == before
 

@@ -333,8 +333,8 @@ async def _until(config: strop.Config, last: int) -> None:
         await run.begin()
         while not run.done:
             groups = await run.collect()
-            batch = run.build_batch(groups)
-            stats = run.update(batch)
+            batch = await run.build_batch(groups)
+            stats = await run.update(batch)
             run.step += 1
             await run.publish()
             await run.look(groups)

@@ -131,11 +131,11 @@ async def test_one_pass_gives_log_probabilities_and_values() -> None:
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
         groups = await opened.collect()
         with counted() as counts:
-            batch = opened.build_batch(groups)
+            batch = await opened.build_batch(groups)
         # One for each mini-batch, and none more for the old log-probabilities.
         assert len(counts["passes"]) == 2
         with counted() as counts:
-            opened.update(batch)
+            await opened.update(batch)
         assert len(counts["passes"]) == 2
 
 
@@ -144,7 +144,7 @@ async def test_values_are_the_head_before_each_token() -> None:
         await opened.begin()
         head = opened.trainer._value_head
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
-        batch = opened.build_batch(await opened.collect())
+        batch = await opened.build_batch(await opened.collect())
         assert batch.values is not None
         assert batch.old_logprobs is not None
         assert torch.equal(batch.old_logprobs, opened.trainer.logprobs(batch))
@@ -167,7 +167,7 @@ async def test_the_gradient_is_that_of_both_losses() -> None:
         trainer, model = opened.trainer, opened.roles.model
         head = trainer._value_head
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
-        batch = opened.build_batch(await opened.collect())
+        batch = await opened.build_batch(await opened.collect())
         assert batch.returns is not None
         assert batch.advantages is not None
         count = int(batch.loss_mask.sum())
@@ -206,7 +206,7 @@ async def test_the_head_has_a_learning_rate_of_its_own() -> None:
     async with open_run(config_of(**changes)) as opened:
         await opened.begin()
         before = {name: weight.detach().clone() for name, weight in opened.trainer.optimizer.parameters.items()}
-        opened.update(opened.build_batch(await opened.collect()))
+        await opened.update(await opened.build_batch(await opened.collect()))
         moved = {
             name: float((weight - before[name]).abs().max())
             for name, weight in opened.trainer.optimizer.parameters.items()

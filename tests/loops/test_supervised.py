@@ -103,7 +103,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(method: str) -> None:
 async def test_the_first_loss_is_log_two(method: str) -> None:
     async with open_supervised_run(config_of(method, label_smoothing=None)) as run:
         await run.begin()
-        stats = run.update(run.next_batch())
+        stats = await run.update(await run.next_batch())
         expected = math.log(2)
         assert stats["loss"] == pytest.approx(expected, abs=1e-6)
         assert stats["preference/margin"] == pytest.approx(0.0, abs=1e-6)
@@ -193,7 +193,7 @@ async def test_fine_tuning_ends_where_a_plain_loop_does() -> None:
         for _ in range(40):
             rows = [run.stream.next()[0] for _ in range(8)]
             seen.append([example for row in rows for example in row.examples])
-            ours.append(run.update(batch_of(rows))["loss"])
+            ours.append((await run.update(batch_of(rows)))["loss"])
         model = run.roles.model
         model.load_state_dict(start)
         model.train()

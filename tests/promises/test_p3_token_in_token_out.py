@@ -55,8 +55,8 @@ async def watch(data: dict[str, Any]) -> tuple[Watched, Path]:
         run.engine.generate, run.trainer.update = spied_generate, spied_update
         while run.step < STEPS:
             groups = await run.collect()
-            batch = run.build_batch(groups)
-            stats = run.update(batch)
+            batch = await run.build_batch(groups)
+            stats = await run.update(batch)
             run.step += 1
             await run.publish()
             run.record(groups, batch, stats)

@@ -59,11 +59,11 @@ def test_failures_have_a_status_and_are_in_no_baseline() -> None:
             await run.begin()
             for _ in range(2):
                 groups = await run.collect()
-                batch = run.build_batch(groups)
+                batch = await run.build_batch(groups)
                 if run.step == 1:
                     found = batch.advantages
                     statuses = Counter(str(e.status) for g in groups for e in g.episodes if not e.status.trainable)
-                stats = run.update(batch)
+                stats = await run.update(batch)
                 run.step += 1
                 await run.publish()
                 run.record(groups, batch, stats)
@@ -71,7 +71,7 @@ def test_failures_have_a_status_and_are_in_no_baseline() -> None:
             run.step -= 1
             for group in groups:
                 group.episodes = [e for e in group.episodes if e.status in (Status.STOP, Status.LENGTH)]
-            alone = run.build_batch(groups).advantages
+            alone = (await run.build_batch(groups)).advantages
             run.step += 1
             assert found is not None
             assert alone is not None

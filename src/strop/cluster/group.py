@@ -130,6 +130,13 @@ class WorkerGroup:
             await worker.make(self._made[0], **self._made[1])
         return worker
 
+    def move_logs(self, folder: Path) -> None:
+        """Say that the logs, which stay open, have been moved to another folder."""
+        self._logs = str(folder.absolute())
+        for worker in self.workers:
+            if worker.log is not None:
+                worker.log = str(folder.absolute() / Path(worker.log).name)
+
     async def close(self) -> None:
         """End all processes of the role."""
         for worker in self.workers:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from strop.config import Config
 from strop.config.training import OptimizerSettings
 from strop.data.curriculum import Curriculum
 from strop.data.order import Cursor
@@ -16,21 +18,21 @@ from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
 from strop.loops.algorithm import demands_of
 from strop.loops.prepare import Prepared
-from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.step_batch import has_spread
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
 from strop.models.scalar import value_head, with_scalar_head
-from strop.planning.hardware import Sizes, choose_sizes
+from strop.planning.hardware import Hardware, Sizes, choose_sizes
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
 from strop.rollout.admission import Admission
 from strop.rollout.collector import Collector
-from strop.rollout.engine import SampleSettings
+from strop.rollout.engine import Engine, SampleSettings
 from strop.rollout.engines.local import LocalEngine
 from strop.rollout.player import Player
 from strop.rollout.recorded import RecordedCollector
 from strop.tracking.atomic import replacing
+from strop.training.parallel.ranks import Alone
 from strop.training.single import SingleDeviceTrainer
 
 # Differences of log-probabilities that rounding alone can make.
@@ -54,8 +56,35 @@ class Roles:
         """Tokens that the output head knows."""
         return int(self.model.get_output_embeddings().weight.shape[0])
 
+    @property
+    def parameters(self) -> str:
+        """How many there are, and how many of them are trained."""
+        total = sum(p.numel() for p in self.model.parameters())
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
-def load_roles(prepared: Prepared | PreparedExamples, *, scalar: bool = False) -> Roles:
+        def short(count: int) -> str:
+            return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
+
+        return f"{short(total)} parameters" + ("" if trained == total else f", {short(trained)} trained")
+
+    @property
+    def dtype(self) -> str:
+        """The number format that is computed in."""
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+
+class Chosen(Protocol):
+    """What of a prepared recipe the parts are made from; `Prepared` has it, and so does every process of a run."""
+
+    config: Config
+    hardware: Hardware
+    longest: int
+
+    @property
+    def needs_reference(self) -> bool: ...
+
+
+def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
     """Load or make the model, add its adapters, and show that its packed forward pass is its own.
 
     Args:
@@ -74,14 +103,15 @@ def load_roles(prepared: Prepared | PreparedExamples, *, scalar: bool = False) -
 
 
 def make_trainer(
-    prepared: Prepared,
+    prepared: Chosen,
     roles: Roles,
     optimizer: OptimizerSettings,
     *,
     total_updates: int,
     reinforcement: bool,
+    ranks: Alone | None = None,
 ) -> SingleDeviceTrainer:
-    """The trainer of reinforcement learning, or of the supervised warm-up."""
+    """The trainer of reinforcement learning, or of the supervised warm-up. ranks: that it is one of."""
     config = prepared.config
     shared = reinforcement and config.critic.shared
     return SingleDeviceTrainer(
@@ -98,10 +128,37 @@ def make_trainer(
         value_head=value_head(roles.model) if shared else None,
         value_rate=config.critic.optimizer.learning_rate if shared else None,
         moving_ranks=reinforcement,
+        ranks=ranks,
     )
 
 
-def make_engine(prepared: Prepared, roles: Roles) -> LocalEngine:
+def make_supervised_trainer(
+    prepared: Chosen,
+    roles: Roles,
+    *,
+    scalar: bool,
+    reference: bool,
+    ranks: Alone | None = None,
+) -> SingleDeviceTrainer:
+    """The trainer of a supervised run. scalar: of a model with a scalar head. reference: the objective asks for one."""
+    config = prepared.config
+    assert config.supervised is not None
+    return SingleDeviceTrainer(
+        roles.model,
+        config.training.optimizer,
+        total_updates=config.run.steps,
+        budget=roles.sizes.tokens_per_micro_batch,
+        chunk=config.training.logprob_chunk,
+        reference=reference,
+        recompute=config.model.activation_checkpointing,
+        head="score" if scalar else "logprobs",
+        neftune_alpha=config.supervised.neftune_alpha or 0.0,
+        moving_ranks=True,
+        ranks=ranks,
+    )
+
+
+def make_engine(prepared: Chosen, roles: Roles) -> LocalEngine:
     """The engine that shares the trainer's model."""
     settings = prepared.config.rollout.engine
     return LocalEngine(
@@ -116,9 +173,13 @@ def make_engine(prepared: Prepared, roles: Roles) -> LocalEngine:
     )
 
 
-def make_publisher(roles: Roles, engine: LocalEngine) -> SharedPublisher:
-    dtype = str(next(roles.model.parameters()).dtype).removeprefix("torch.")
-    return SharedPublisher(engine, Probe.make(roles.vocabulary, floor=PROBE_FLOOR[dtype]))
+def make_probe(vocabulary: int, dtype: str) -> Probe:
+    """What trainer and engines are compared by."""
+    return Probe.make(vocabulary, floor=PROBE_FLOOR[dtype])
+
+
+def make_publisher(roles: Roles, engine: Engine) -> SharedPublisher:
+    return SharedPublisher(engine, make_probe(roles.vocabulary, roles.dtype))
 
 
 def make_stream(prepared: Prepared) -> PromptStream:
@@ -133,7 +194,7 @@ def make_stream(prepared: Prepared) -> PromptStream:
     return PromptStream(train, cursor, curriculum)
 
 
-def make_player(prepared: Prepared, roles: Roles, engine: LocalEngine) -> Player:
+def make_player(prepared: Prepared, roles: Roles, engine: Engine) -> Player:
     """What plays the episodes of training and evaluation."""
     return Player(engine, roles.tokenizer, prepared.world)
 
@@ -172,9 +233,14 @@ def make_collector(
 
 def save_reference(run: Path, roles: Roles) -> None:
     """Keep the weights that a warm-up made: they are the reference, and no path names them."""
+    write_reference(run, dict(roles.model.named_parameters()))
+
+
+def write_reference(run: Path, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Write what `restore_reference` reads."""
     folder = run / "checkpoints"
     folder.mkdir(exist_ok=True)
-    weights = {name: p.detach().contiguous() for name, p in roles.model.named_parameters()}
+    weights = {name: p.detach().contiguous() for name, p in parameters.items()}
     with replacing(folder / "reference.safetensors") as temporary:
         save_file(weights, temporary)
 

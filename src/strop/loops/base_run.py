@@ -13,11 +13,10 @@ from typing import Any, Self
 import torch
 
 from strop.config import Config
-from strop.loops.assembly import Roles
 from strop.loops.folder import OpenedFolder, close_after, open_folder
+from strop.loops.place import Place
 from strop.loops.randomness import random_state, restore_random, set_seed
 from strop.loops.selection import evaluations_of, ranking, stop_reason
-from strop.models.save import save_model
 from strop.tracking.display import Display, Summary, make_display
 from strop.tracking.metrics import MetricsWriter
 from strop.tracking.summary import short_path
@@ -33,14 +32,15 @@ class BaseRun(ABC):
     step: steps that are done. before, after: held-out scores. evaluations: the steps that were evaluated, with scores.
     """
 
-    def __init__(self, prepared: Any, roles: Roles, opened: OpenedFolder, display: Display) -> None:
+    def __init__(self, prepared: Any, place: Place, opened: OpenedFolder, display: Display) -> None:
         self.config: Config = prepared.config
         self.step = 0
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.prepared = prepared
-        self.roles = roles
+        self.place = place
+        self.roles = place.roles
         self.display = display
         self.directory = opened.directory
         self.metrics: MetricsWriter = opened.metrics
@@ -84,22 +84,29 @@ class BaseRun(ABC):
         settle(prepared)
         display = make_display(prepared.config.tracking)
         try:
-            roles, others = cls._load(prepared)
-            opened = open_folder(prepared, roles, display, fresh=fresh, recipe=recipe)
+            place, others = await cls._load(prepared)
         except BaseException:
             display.close()
+            raise
+        try:
+            opened = open_folder(prepared, place.roles, display, fresh=fresh, recipe=recipe)
+            place.settle_in(opened.directory.path)
+        except BaseException:
+            display.close()
+            await place.close()
             raise
         # What is in memory by now stays: the collector need not look through all of it, 0.2 s, every few steps.
         gc.collect()
         gc.freeze()
         try:
-            run = cls(prepared, roles, opened, display, **others)
+            run = await place.aside(lambda: cls(prepared, place, opened, display, **others))
             await run._restore(opened)
             run._show_start(opened)
             return run
         except BaseException as error:
             display.close()
             opened.close(error)
+            await place.close()
             raise
 
     @classmethod
@@ -119,8 +126,8 @@ class BaseRun(ABC):
 
     @classmethod
     @abstractmethod
-    def _load(cls, prepared: Any) -> tuple[Roles, dict[str, Any]]:
-        """The model, and what else `__init__` takes by name."""
+    async def _load(cls, prepared: Any) -> tuple[Place, dict[str, Any]]:
+        """Where the model is, and what else `__init__` takes by name."""
 
     @abstractmethod
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -146,7 +153,7 @@ class BaseRun(ABC):
         if self.step >= self.config.run.steps or (every and self.step % every == 0):
             await self.evaluate()
         if self.done or self.step % self.config.checkpoint.every == 0 or self._is_among_the_best():
-            self.save()
+            await self.save()
 
     async def evaluate(self) -> dict[str, float]:
         """Scores on held-out data with the weights as they are; empty without `data.eval`."""
@@ -163,8 +170,11 @@ class BaseRun(ABC):
         self.directory.update(scores={"before": self.before, "after": self.after})
         return self.after
 
-    def save(self) -> Path:
+    async def save(self) -> Path:
         """Write a checkpoint of this step."""
+        return await self.place.aside(self._save)
+
+    def _save(self) -> Path:
         if self._saved_at == self.step:
             return self._checkpoint_of(self.step)
         self.display.phase("saving")
@@ -187,7 +197,7 @@ class BaseRun(ABC):
         """Save, say how it ended; returns the folder of the trained model."""
         if not self.after:
             await self.evaluate()
-        model = self.save() / "model"
+        model = await self.save() / "model"
         self.directory.update(stopped=self.stopped, best=self._best_score())
         self.display.finish(
             Summary(
@@ -214,6 +224,7 @@ class BaseRun(ABC):
         gc.unfreeze()
         self.display.close()
         self.metrics.close()
+        await self.place.close()
         if error is None:
             self.directory.close("finished" if self.done else "interrupted")
         else:
@@ -285,7 +296,7 @@ class BaseRun(ABC):
         point_best(self.directory.checkpoints_folder, *self._best_of())
 
     def _write(self, folder: Path) -> dict[str, Any]:
-        save_model(self.roles.model, self.roles.tokenizer, folder / "model")
+        self.trainer.export(self.roles.tokenizer, folder / "model")
         return {
             "step": self.step,
             "before": self.before,
@@ -298,10 +309,11 @@ class BaseRun(ABC):
 
     def _show_start(self, opened: OpenedFolder) -> None:
         facts = {
-            "model": f"{self.roles.loaded.name} ({_parameters(self.roles.model)})",
+            "model": f"{self.roles.loaded.name} ({self.roles.parameters})",
             "data": self.prepared.train.source.describe(),
             **self._about(),
             "device": self.prepared.hardware.reasons[0],
+            "processes": "; ".join(self.place.reasons),
             "sizes": "; ".join(self.roles.sizes.reasons),
             "run": str(self.folder),
         }
@@ -322,13 +334,3 @@ def settle(prepared: Any) -> None:
     # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False
     set_seed(prepared.config.run.seed)
-
-
-def _parameters(model: Any) -> str:
-    total = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-    def short(count: int) -> str:
-        return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"
-
-    return f"{short(total)} parameters" + ("" if trained == total else f", {short(trained)} trained")

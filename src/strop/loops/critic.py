@@ -20,13 +20,14 @@ from strop.models.find import resolve_model
 from strop.models.folder import check_model_folder, is_scalar_folder
 from strop.models.load import ModelFacts, load_model, load_scalar_model, load_tokenizer
 from strop.models.scalar import with_scalar_head
+from strop.training.parallel.ranks import Alone
 from strop.training.single import SingleDeviceTrainer
 
 
 class Critic:
     """Values of tokens, and updates towards the returns. All weights of its own backbone are trained."""
 
-    def __init__(self, model: Any, prepared: Prepared, roles: Roles) -> None:
+    def __init__(self, model: Any, prepared: Prepared, roles: Roles, ranks: Alone | None = None) -> None:
         config = prepared.config
         training = config.training
         model.requires_grad_(True)
@@ -41,6 +42,7 @@ class Critic:
             epochs=training.epochs,
             recompute=config.model.activation_checkpointing,
             head="value",
+            ranks=ranks,
         )
 
     def values(self, batch: TokenBatch) -> Tensor:
@@ -72,7 +74,7 @@ class Critic:
 
     def save(self, directory: Path) -> dict[str, Any]:
         """Write everything that resumes bit for bit."""
-        directory.mkdir()
+        directory.mkdir(exist_ok=True)
         return self.trainer.save(directory)
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
@@ -142,11 +144,16 @@ class SharedCritic:
         """Nothing, likewise."""
 
 
-def make_critic(prepared: Prepared, roles: Roles, policy: SingleDeviceTrainer) -> Critic | SharedCritic | None:
+def make_critic(
+    prepared: Prepared, roles: Roles, policy: SingleDeviceTrainer, *, ranks: Alone | None = None
+) -> Critic | SharedCritic | None:
     """The critic of a recipe, as it is before its first update; None where the algorithm needs none.
 
     One with a backbone of its own begins with that of `critic.path`, with its head too if that is a reward model; else
     with the policy's as it is now, after a warm-up.
+
+    Args:
+        ranks: that its trainer is one of.
     """
     if not getattr(prepared.algorithm, "needs_critic", False):
         return None
@@ -155,7 +162,7 @@ def make_critic(prepared: Prepared, roles: Roles, policy: SingleDeviceTrainer) -
         return SharedCritic(prepared, policy)
     path = config.critic.path
     if path is None and config.model.lora is None:
-        return Critic(with_scalar_head(copy.deepcopy(roles.model)), prepared, roles)
+        return Critic(with_scalar_head(copy.deepcopy(roles.model)), prepared, roles, ranks)
     if path is not None and is_scalar_folder(resolve_model(path)):
         model: Any = load_scalar_model(resolve_model(path), device=hardware.device, dtype=hardware.dtype)
     else:
@@ -169,4 +176,4 @@ def make_critic(prepared: Prepared, roles: Roles, policy: SingleDeviceTrainer) -
             where=f"critic.path = {path}",
             mend="take a model of the policy's family, or leave the key out",
         )
-    return Critic(model, prepared, roles)
+    return Critic(model, prepared, roles, ranks)

@@ -38,8 +38,8 @@ async def train_online(config: Config, *, fresh: bool, recipe: str | None) -> Tr
         await run.begin()
         while not run.done:
             groups = await run.collect()
-            batch = run.build_batch(groups)
-            stats = run.update(batch)
+            batch = await run.build_batch(groups)
+            stats = await run.update(batch)
             run.step += 1
             await run.publish()
             await run.look(groups)

@@ -9,7 +9,7 @@ digits; they stay as they were first.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from strop.tracking.atomic import replacing
 
 FILE = "reference.parquet"
 _KEY = b"strop.reference"
-Ask = Callable[[TokenBatch], Tensor]
+Ask = Callable[[TokenBatch], Awaitable[Tensor]]
 """Gives the reference's log-probabilities [T] of a batch, 0 where the loss mask is False."""
 
 
@@ -76,7 +76,7 @@ class AskedReference:
             if any(name not in self._known for name in names):
                 asked = True
                 batch = make()
-                found = ask(batch)[batch.loss_mask].numpy()
+                found = (await ask(batch))[batch.loss_mask].numpy()
                 for name, values in zip(names, np.split(found, _edges(batch, len(names))), strict=True):
                     self._known.setdefault(name, values)
             progress(done + 1)

@@ -113,8 +113,8 @@ async def _replay(folder: Path, config: Config, step: int, before: Mapping[str, 
 async def _replay_of(run: Run, folder: Path, step: int, before: Mapping[str, float]) -> Replay:
     try:
         groups = await run.collect()
-        batch = run.build_batch(groups)
-        stats = run.update(batch)
+        batch = await run.build_batch(groups)
+        stats = await run.update(batch)
         run.step += 1
         await run.publish()
         now = _comparable(run.step_metrics(groups, batch, stats))
@@ -143,12 +143,12 @@ async def _run_before(folder: Path, prepared: Any, step: int) -> Run:
     from strop.training.checkpoint import read_state
 
     settle(prepared)
-    roles, others = Run._load(prepared)
+    place, others = await Run._load(prepared)
     checkpoint = folder / "checkpoints" / f"step-{step - 1:06d}"
     state = read_state(checkpoint)
     nowhere: Any = None
     opened = OpenedFolder(RunDirectory.read(folder), nowhere, checkpoint, state)
-    run = Run(prepared, roles, opened, SilentDisplay(), **others)
+    run = Run(prepared, place, opened, SilentDisplay(), **others)
     run.step = int(state["step"])
     if prepared.config.offline is None:
         window = StoredWindow(episodes_file(folder / "episodes", step))

@@ -13,11 +13,12 @@ from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
 from strop.loops.algorithm import demands_of
 from strop.loops.base_run import GIB, BaseRun
-from strop.loops.critic import Critic, SharedCritic, make_critic
+from strop.loops.critic import Critic, SharedCritic
 from strop.loops.curriculum import nothing_left, record_window
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
+from strop.loops.place import Place, find_place
 from strop.loops.prepare import Prepared
 from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
 from strop.loops.teacher import Teachers, load_teacher
@@ -43,14 +44,15 @@ class Run(BaseRun):
     def __init__(
         self,
         prepared: Prepared,
-        roles: assembly.Roles,
+        place: Place,
         opened: OpenedFolder,
         display: Display,
         teacher: Teachers | None = None,
     ) -> None:
-        super().__init__(prepared, roles, opened, display)
-        self.engine = assembly.make_engine(prepared, roles)
-        self.publisher = assembly.make_publisher(roles, self.engine)
+        super().__init__(prepared, place, opened, display)
+        roles = self.roles
+        self.engine = place.make_engine()
+        self.publisher = place.make_publisher(self.engine)
         self.algorithm = prepared.algorithm
         self.teacher = teacher
         self.critic: Critic | SharedCritic | None = None
@@ -82,13 +84,11 @@ class Run(BaseRun):
             self._say_if_done()
             return
         if self.config.warmup is not None:
-            self._warm_up()
-            if self.prepared.needs_reference:
-                assembly.save_reference(self.folder, self.roles)
-        self._make_trainer()
+            await self.place.aside(self._warm_up)
+        await self.place.aside(self._make_trainer)
         await self.publish()
         await self.evaluate()
-        self.save()
+        await self.save()
 
     async def collect(self) -> list[Group]:
         """The next window: sampled or read, scored, in order of admission."""
@@ -108,12 +108,15 @@ class Run(BaseRun):
         self._times["start"] = started
         return groups
 
-    def build_batch(self, groups: Sequence[Group]) -> TokenBatch:
+    async def build_batch(self, groups: Sequence[Group]) -> TokenBatch:
         """Leave out what cannot be trained, ask the roles for their log-probabilities, compute advantages.
 
         Raises:
             RunFailure: too many episodes could not be verified, or none was left.
         """
+        return await self.place.aside(lambda: self._build_batch(groups))
+
+    def _build_batch(self, groups: Sequence[Group]) -> TokenBatch:
         self.display.phase("scoring")
         started = time.perf_counter()
         collector = self.collector
@@ -140,8 +143,11 @@ class Run(BaseRun):
         self._times["time/scoring"] = time.perf_counter() - started
         return batch
 
-    def update(self, batch: TokenBatch) -> dict[str, float]:
+    async def update(self, batch: TokenBatch) -> dict[str, float]:
         """All updates of this step; returns metrics."""
+        return await self.place.aside(lambda: self._update(batch))
+
+    def _update(self, batch: TokenBatch) -> dict[str, float]:
         self.display.phase("training")
         started = time.perf_counter()
         if self.critic is None:
@@ -159,7 +165,7 @@ class Run(BaseRun):
         started = time.perf_counter()
         found = await self.publisher.publish(self.trainer, version=self.step)
         self._times["time/publishing"] = time.perf_counter() - started
-        self._times["publish/probe_gap"] = found["publish/probe_gap"]
+        self._times |= {name: value for name, value in found.items() if name != "publish/version"}
         return found
 
     async def look(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -238,9 +244,7 @@ class Run(BaseRun):
         assert self.config.warmup is not None
         settings = self.config.warmup
         self.display.phase("warming up")
-        trainer = assembly.make_trainer(
-            self.prepared, self.roles, settings.optimizer, total_updates=settings.steps, reinforcement=False
-        )
+        trainer = self.place.make_trainer(settings.optimizer, total_updates=settings.steps, reinforcement=False)
         steps = warmup_steps(
             trainer, self.prepared.demonstrations, self.roles.tokenizer, settings, seed=self.config.run.seed + 1
         )
@@ -248,14 +252,14 @@ class Run(BaseRun):
             self.metrics.log(step, stats, kind="warmup")
             self.display.step(StepView(step, settings.steps, stats, kind="warmup"))
         trainer.close()
+        if self.prepared.needs_reference:
+            self.place.save_reference(self.folder)
 
     def _make_trainer(self) -> None:
         training = self.config.training
         updates = self.config.run.steps * training.mini_batches * training.epochs
-        self.trainer = assembly.make_trainer(
-            self.prepared, self.roles, training.optimizer, total_updates=updates, reinforcement=True
-        )
-        self.critic = make_critic(self.prepared, self.roles, self.trainer)
+        self.trainer = self.place.make_trainer(training.optimizer, total_updates=updates, reinforcement=True)
+        self.critic = self.place.make_critic(self.trainer)
 
     def _warn_of_curriculum(self, metrics: dict[str, float]) -> None:
         curriculum = self.stream.curriculum
@@ -266,15 +270,15 @@ class Run(BaseRun):
             self._said_nothing_left = True
 
     @classmethod
-    def _load(cls, prepared: Prepared) -> tuple[assembly.Roles, dict[str, Any]]:
+    async def _load(cls, prepared: Prepared) -> tuple[Place, dict[str, Any]]:
         if prepared.scorer is not None:
             prepared.scorer.load()
         if prepared.held_out is not None and prepared.held_out_scorer is not None:
             prepared.held_out_scorer.load()
         if prepared.second_scorer is not None:
             prepared.second_scorer.load()
-        roles = assembly.load_roles(prepared)
-        return roles, {"teacher": load_teacher(prepared, roles)}
+        place = await find_place(prepared)
+        return place, {"teacher": load_teacher(prepared, place.roles)}
 
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
         self.stream.load(state["prompts"])
@@ -286,11 +290,15 @@ class Run(BaseRun):
 
     async def take_back_weights(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Go to the weights of a checkpoint, with all that their next update depends on."""
-        assembly.restore_reference(self.folder, self.roles)
-        self._make_trainer()
-        self.trainer.load(checkpoint / "state", state["trainer"])
-        if self.critic is not None:
-            self.critic.load(checkpoint / "state" / "critic", state["critic"])
+
+        def take_back() -> None:
+            self.place.restore_reference(self.folder)
+            self._make_trainer()
+            self.trainer.load(checkpoint / "state", state["trainer"])
+            if self.critic is not None:
+                self.critic.load(checkpoint / "state" / "critic", state["critic"])
+
+        await self.place.aside(take_back)
         await self.publish()
 
     def _state(self, folder: Path) -> dict[str, Any]:

@@ -22,8 +22,8 @@ async def train_supervised(config: Config, *, fresh: bool, recipe: str | None) -
         while not run.done:
             # Where an interrupt is seen: between steps, never within one.
             await asyncio.sleep(0)
-            batch = run.next_batch()
-            stats = run.update(batch)
+            batch = await run.next_batch()
+            stats = await run.update(batch)
             run.step += 1
             run.record(batch, stats)
             await run.evaluate_and_save_if_due()

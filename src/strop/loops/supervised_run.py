@@ -18,9 +18,9 @@ from strop.algorithms.batch import TokenBatch
 from strop.data.examples import Example, ExampleDataset, ExampleRow
 from strop.data.order import Cursor, stream_key
 from strop.data.prompts import PromptStream
-from strop.loops.assembly import Roles, load_roles
 from strop.loops.base_run import GIB, BaseRun
 from strop.loops.folder import OpenedFolder
+from strop.loops.place import Place, find_place
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.reference import FILE, AskedReference, row_names
 from strop.loops.targets import TargetSource, check_unchanged, target_source, usable_rows
@@ -28,7 +28,6 @@ from strop.tracking.display import Display, StepView
 from strop.tracking.summary import short_path
 from strop.tracking.system import memory_bytes
 from strop.training.batching import token_batch
-from strop.training.single import SingleDeviceTrainer
 
 SCORES = {
     "loss": "loss",
@@ -50,12 +49,12 @@ class SupervisedRun(BaseRun):
     def __init__(
         self,
         prepared: PreparedExamples,
-        roles: Roles,
+        place: Place,
         opened: OpenedFolder,
         display: Display,
         targets: TargetSource | None = None,
     ) -> None:
-        super().__init__(prepared, roles, opened, display)
+        super().__init__(prepared, place, opened, display)
         config = self.config
         assert config.supervised is not None
         self.settings = config.supervised
@@ -65,17 +64,9 @@ class SupervisedRun(BaseRun):
         self._asked: AskedReference | None = None
         if self.settings.reference == "precomputed":
             self._asked = AskedReference(self.folder / FILE, self._reference_key())
-        self.trainer = SingleDeviceTrainer(
-            roles.model,
-            config.training.optimizer,
-            total_updates=config.run.steps,
-            budget=roles.sizes.tokens_per_micro_batch,
-            chunk=config.training.logprob_chunk,
+        self.trainer = place.make_supervised_trainer(
+            scalar=prepared.scalar,
             reference=getattr(self.objective, "needs_reference", False) and self._asked is None,
-            recompute=config.model.activation_checkpointing,
-            head="score" if prepared.scalar else "logprobs",
-            neftune_alpha=self.settings.neftune_alpha or 0.0,
-            moving_ranks=True,
         )
         self._held_out: tuple[list[ExampleRow], TokenBatch] | None = None
         self._step_started = 0.0
@@ -89,10 +80,13 @@ class SupervisedRun(BaseRun):
             return
         await self._ask_reference()
         await self.evaluate()
-        self.save()
+        await self.save()
 
-    def next_batch(self) -> TokenBatch:
+    async def next_batch(self) -> TokenBatch:
         """The examples of the next step, with what the reference says of them."""
+        return await self.place.aside(self._next_batch)
+
+    def _next_batch(self) -> TokenBatch:
         self._step_started = time.perf_counter()
         self.display.phase("reading")
         rows = self._next_rows(self.stream)
@@ -103,8 +97,11 @@ class SupervisedRun(BaseRun):
         self._times = {"time/preparing": time.perf_counter() - self._step_started}
         return batch
 
-    def update(self, batch: TokenBatch) -> dict[str, float]:
+    async def update(self, batch: TokenBatch) -> dict[str, float]:
         """One optimizer update; returns metrics."""
+        return await self.place.aside(lambda: self._update(batch))
+
+    def _update(self, batch: TokenBatch) -> dict[str, float]:
         self.display.phase("training")
         started = time.perf_counter()
         stats = self.trainer.update(batch, self.objective)
@@ -166,7 +163,7 @@ class SupervisedRun(BaseRun):
         role = "reference" if self.config.model.lora is not None else "policy"
         await self._asked.ask(
             self._reference_work(),
-            lambda batch: self.trainer.logprobs(batch, role=role),
+            lambda batch: self.place.aside(lambda: self.trainer.logprobs(batch, role=role)),
             lambda done: self.display.progress("asking the reference", done, self.config.run.steps),
         )
 
@@ -194,7 +191,7 @@ class SupervisedRun(BaseRun):
         return json.dumps(
             {
                 "model": self.roles.loaded.fingerprint,
-                "dtype": str(next(self.roles.model.parameters()).dtype),
+                "dtype": f"torch.{self.roles.dtype}",
                 "sources": [source.fingerprint for source in sources],
                 "data": config.data.model_dump(mode="json"),
                 "supervised": self.settings.model_dump(mode="json"),
@@ -214,16 +211,16 @@ class SupervisedRun(BaseRun):
         return held_out_rows(self.prepared.held_out, self.config.evaluation.prompts)
 
     @classmethod
-    def _load(cls, prepared: PreparedExamples) -> tuple[Roles, dict[str, Any]]:
-        roles = load_roles(prepared, scalar=prepared.scalar)
-        return roles, {"targets": target_source(prepared, roles)}
+    async def _load(cls, prepared: PreparedExamples) -> tuple[Place, dict[str, Any]]:
+        place = await find_place(prepared, scalar=prepared.scalar)
+        return place, {"targets": target_source(prepared, place.roles)}
 
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
         self.stream.load(state["examples"])
         check_unchanged(self._targets, state.get("targets"))
         # While the weights are still those of the reference.
         await self._ask_reference()
-        self.trainer.load(checkpoint / "state", state["trainer"])
+        await self.place.aside(lambda: self.trainer.load(checkpoint / "state", state["trainer"]))
 
     def _state(self, folder: Path) -> dict[str, Any]:
         return {
@@ -233,6 +230,9 @@ class SupervisedRun(BaseRun):
         }
 
     async def _score_held_out(self) -> dict[str, float]:
+        return await self.place.aside(self._scores)
+
+    def _scores(self) -> dict[str, float]:
         if self._held_out is None:
             rows = self._held_out_rows()
             self._held_out = rows, batch_of(rows)

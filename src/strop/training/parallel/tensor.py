@@ -71,6 +71,9 @@ class TensorParallel:
             for module in (block.self_attn, block.mlp):
                 self._divide_block(module)
         self._divide_vocabulary(base)
+        if (score := getattr(base, "score", None)) is not None:
+            # A scalar head sees the whole stream on every rank.
+            self._parts |= {id(p): Part("same") for p in score.parameters()}
         self.parts = {name: self._part(p) for name, p in model.named_parameters()}
 
     def _part(self, parameter: nn.Parameter) -> Part:

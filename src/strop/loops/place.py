@@ -1,0 +1,115 @@
+"""Where the trainer and the engines of a run are: in this process (here), or in many (`processes.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from strop.config.training import OptimizerSettings
+from strop.loops import assembly
+from strop.loops.critic import Critic, SharedCritic, make_critic
+from strop.loops.prepare import Prepared
+from strop.loops.prepare_examples import PreparedExamples
+from strop.publishing.shared import SharedPublisher
+from strop.rollout.engine import Engine
+
+T = TypeVar("T")
+
+
+class Publishes(Protocol):
+    """What makes the engines serve new weights, and proves it."""
+
+    async def publish(self, trainer: Any, *, version: int) -> dict[str, float]: ...
+
+
+class Place(Protocol):
+    """Makes the parts of a run where they are to be.
+
+    roles: the model, or what is known of it here. reasons: lines that say what was chosen and why.
+    """
+
+    roles: assembly.Roles
+    reasons: tuple[str, ...]
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which asks the trainer and may take long."""
+        ...
+
+    def settle_in(self, run: Path) -> None:
+        """The run has its folder now."""
+        ...
+
+    def make_trainer(self, optimizer: OptimizerSettings, *, total_updates: int, reinforcement: bool) -> Any: ...
+
+    def make_supervised_trainer(self, *, scalar: bool, reference: bool) -> Any: ...
+
+    def make_critic(self, trainer: Any) -> Critic | SharedCritic | None: ...
+
+    def make_engine(self) -> Engine: ...
+
+    def make_publisher(self, engine: Engine) -> Publishes: ...
+
+    def save_reference(self, run: Path) -> None: ...
+
+    def restore_reference(self, run: Path) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Here:
+    """This process: trainer and engine share one module, and a debugger works."""
+
+    reasons: tuple[str, ...] = ()
+
+    def __init__(self, prepared: Prepared | PreparedExamples, roles: assembly.Roles) -> None:
+        self._prepared: Any = prepared
+        self.roles = roles
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def settle_in(self, run: Path) -> None:
+        pass
+
+    def make_trainer(self, optimizer: OptimizerSettings, *, total_updates: int, reinforcement: bool) -> Any:
+        return assembly.make_trainer(
+            self._prepared, self.roles, optimizer, total_updates=total_updates, reinforcement=reinforcement
+        )
+
+    def make_supervised_trainer(self, *, scalar: bool, reference: bool) -> Any:
+        return assembly.make_supervised_trainer(self._prepared, self.roles, scalar=scalar, reference=reference)
+
+    def make_critic(self, trainer: Any) -> Critic | SharedCritic | None:
+        return make_critic(self._prepared, self.roles, trainer)
+
+    def make_engine(self) -> Engine:
+        return assembly.make_engine(self._prepared, self.roles)
+
+    def make_publisher(self, engine: Engine) -> SharedPublisher:
+        return assembly.make_publisher(self.roles, engine)
+
+    def save_reference(self, run: Path) -> None:
+        assembly.save_reference(run, self.roles)
+
+    def restore_reference(self, run: Path) -> None:
+        assembly.restore_reference(run, self.roles)
+
+    async def close(self) -> None:
+        pass
+
+
+async def find_place(prepared: Prepared | PreparedExamples, *, scalar: bool = False) -> Place:
+    """Load the model where the recipe says.
+
+    Raises:
+        UserError: there is no room for what is asked. MissingExtra: Ray is not installed.
+    """
+    if prepared.config.cluster.kind == "local":
+        return Here(prepared, assembly.load_roles(prepared, scalar=scalar))
+    from strop.loops.processes import Processes
+
+    return await Processes.start(prepared, scalar=scalar)
+
+
+__all__ = ["Here", "Place", "find_place"]

@@ -1,0 +1,378 @@
+"""The trainer's ranks and the engines of a run as Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from strop.cluster.group import WorkerGroup
+from strop.cluster.handle import WorkerHandle
+from strop.cluster.placement import Placement, asks, place
+from strop.cluster.remote_engine import RemoteEngine
+from strop.cluster.router import EngineRouter
+from strop.cluster.session import Session, open_session
+from strop.cluster.supervision import Supervisor, WorkerLost
+from strop.config.cluster import ClusterSettings
+from strop.config.training import OptimizerSettings
+from strop.errors import ConfigError, UserError
+from strop.loops import assembly
+from strop.loops.critic import Critic, SharedCritic
+from strop.loops.prepare import Prepared
+from strop.loops.prepare_examples import PreparedExamples
+from strop.loops.rank_host import Facts, Task
+from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
+from strop.models.load import Loaded
+from strop.publishing.manifest import Fault, Manifest
+from strop.publishing.publisher import Publisher
+from strop.publishing.sides import Delivered
+from strop.publishing.transports.protocol import Offer
+from strop.rollout.engine import Engine
+from strop.training.parallel.choose import check_ranks
+
+T = TypeVar("T")
+HOST = "strop.loops.rank_host"
+
+
+class RemoteRoles(assembly.Roles):
+    """What is known here of a model that is in other processes."""
+
+    def __init__(self, loaded: Loaded, facts: Facts) -> None:
+        super().__init__(loaded, None, facts.sizes)
+        self._facts = facts
+
+    @property
+    def vocabulary(self) -> int:
+        return self._facts.vocabulary
+
+    @property
+    def parameters(self) -> str:
+        return self._facts.parameters
+
+    @property
+    def dtype(self) -> str:
+        return self._facts.dtype
+
+
+class Processes:
+    """Where everything is that computes. `start` makes it.
+
+    engines: the group of the engines; None where the engine is with the first trainer rank, or there is none.
+    """
+
+    def __init__(
+        self, prepared: Any, session: Session, supervisor: Supervisor, placement: Placement, logs: Path
+    ) -> None:
+        self._prepared = prepared
+        self._session, self._supervisor, self._placement = session, supervisor, placement
+        self._logs = logs
+        self._settings: ClusterSettings = prepared.config.cluster
+        self._loop = asyncio.get_running_loop()
+        self._run = logs
+        self.reasons: tuple[str, ...] = ()
+        self.trainers: WorkerGroup
+        self.engines: WorkerGroup | None = None
+        self.roles: assembly.Roles
+        self._publisher: RemotePublisher | None = None
+
+    @classmethod
+    async def start(cls, prepared: Prepared | PreparedExamples, *, scalar: bool) -> Processes:
+        """Find room, start the processes and load the model in each.
+
+        Raises:
+            UserError: there is no room, or something does not go together. MissingExtra: Ray is not installed.
+            WorkerLost, StropError: a process did not come up.
+        """
+        config = prepared.config
+        settings = config.cluster
+        sampled = config.supervised is None
+        check_ranks(config)
+        colocated = sampled and _colocated(settings)
+        engines = settings.engines.count if sampled and not colocated else 0
+        count = settings.trainer.ranks + engines
+        session = open_session(settings.address, cpus=count)
+        supervisor = Supervisor(settings.supervision)
+        logs = Path(tempfile.mkdtemp(prefix=".starting-", dir=_made(Path(config.run.folder))))
+        device: Any = "cuda" if prepared.hardware.device.type == "cuda" else "cpu"
+        wanted = asks(ranks=settings.trainer.ranks, engines=max(1, engines), colocated=engines == 0, device=device)
+        placement = Placement({}, [])
+        self = None
+        try:
+            placement = await place(wanted, wait=settings.supervision.wait)
+            self = cls(prepared, session, supervisor, placement, logs)
+            await self._start(scalar=scalar, colocated=colocated, engines=engines)
+        except BaseException:
+            if self is None:
+                await asyncio.to_thread(_end, supervisor, placement, session, logs)
+            else:
+                await self.close()
+            raise
+        return self
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """In a thread, so that the event loop can wait for the processes."""
+        return await asyncio.to_thread(work)
+
+    def settle_in(self, run: Path) -> None:
+        """Move the logs to the run's folder."""
+        target = run / "logs"
+        target.mkdir(exist_ok=True)
+        number = 1 + sum(1 for _ in target.iterdir())
+        self._run = run
+        moved = target / f"{number:03d}"
+        os.replace(self._logs, moved)
+        self._logs = moved
+        for group in self._groups():
+            group.move_logs(moved)
+
+    def make_trainer(self, optimizer: OptimizerSettings, *, total_updates: int, reinforcement: bool) -> RemoteTrainer:
+        self._ask("make_trainer", optimizer, total_updates, reinforcement)
+        return RemoteTrainer(self._ask, optimizer)
+
+    def make_supervised_trainer(self, *, scalar: bool, reference: bool) -> RemoteTrainer:
+        self._ask("make_supervised_trainer", scalar, reference)
+        return RemoteTrainer(self._ask, self._prepared.config.training.optimizer)
+
+    def make_critic(self, trainer: Any) -> Critic | SharedCritic | None:
+        algorithm = self._prepared.algorithm
+        if not getattr(algorithm, "needs_critic", False):
+            return None
+        if self._prepared.config.critic.shared:
+            return SharedCritic(self._prepared, trainer)
+        return RemoteCritic(self._ask, algorithm)
+
+    def make_engine(self) -> Engine:
+        if self.engines is None:
+            return RemoteEngine(self.trainers.workers[0], "engine")
+        each = [RemoteEngine(worker, "engine") for worker in self.engines.workers]
+        return EngineRouter(each, restart=self._restart, reload=self._reload)
+
+    def make_publisher(self, engine: Engine) -> RemotePublisher:
+        self._publisher = RemotePublisher(self)
+        return self._publisher
+
+    def save_reference(self, run: Path) -> None:
+        self._ask("save_reference", run.absolute())
+
+    def restore_reference(self, run: Path) -> None:
+        self._ask("restore_reference", run.absolute())
+
+    async def connect(self) -> str:
+        """Make both halves of the transport in all processes; returns its name."""
+        assert self.engines is not None
+        transport, why = self._transport()
+        first, workers = self.trainers.workers[0], self.engines.workers
+        meeting = await first.plain("address")
+        size, settings = 1 + len(workers), self._settings.publishing
+        folder = Path(settings.folder).absolute() if settings.folder else (self._run / "weights").absolute()
+        await asyncio.gather(
+            self.trainers.call("connect", settings, transport, meeting, size, folder),
+            *(worker.call("connect", settings, transport, meeting, size) for worker in workers),
+        )
+        return f"{transport}: {why}"
+
+    async def close(self) -> None:
+        """End all processes, and the cluster if it was started here."""
+        for group in self._groups():
+            await group.close()
+        await asyncio.to_thread(_end, self._supervisor, self._placement, self._session, self._logs)
+
+    # What the parts stand on.
+
+    async def _start(self, *, scalar: bool, colocated: bool, engines: int) -> None:
+        config = self._prepared.config
+        name = config.run.name or self._prepared.config.model.path or "run"
+        start = partial(WorkerGroup.start, supervisor=self._supervisor, run=Path(name).name, logs=self._logs)
+        self.trainers = await start(self._placement.roles["trainer"])
+        task = Task(
+            config,
+            self._prepared.longest,
+            getattr(self._prepared, "needs_reference", False),
+            scalar,
+            getattr(self._prepared, "algorithm", None),
+        )
+        making = [self.trainers.make(f"{HOST}:make_rank", task=task, colocated=colocated)]
+        if engines:
+            self.engines = await start(self._placement.roles["engine"])
+            making += [
+                worker.make(f"{HOST}:make_engine_process", task=replace(task, algorithm=None), index=index)
+                for index, worker in enumerate(self.engines.workers)
+            ]
+        self._engine_task = replace(task, algorithm=None)
+        await asyncio.gather(*making)
+        self._ask = Asked(self.trainers, self._loop)
+        facts: Facts = await self.trainers.call("facts")
+        known = self._prepared.facts
+        loaded = Loaded(
+            model=None,  # type: ignore[arg-type]
+            tokenizer=known.tokenizer,
+            eos_ids=known.eos_ids,
+            pad_id=known.pad_id,
+            context=known.context,
+            name=facts.name,
+            fingerprint=facts.fingerprint,
+        )
+        self.roles = RemoteRoles(loaded, facts)
+        where = [] if not self.engines else [f"weights move by {await self.connect()}"]
+        if colocated:
+            where = ["the engine samples with the trainer's own weights"]
+        self.reasons = (*self._session.reasons, *self._placement.reasons, *facts.reasons, *where)
+
+    def _groups(self) -> list[WorkerGroup]:
+        return [group for group in (getattr(self, "trainers", None), self.engines) if group is not None]
+
+    def _transport(self) -> tuple[str, str]:
+        assert self.engines is not None
+        asked = self._settings.publishing.transport
+        if asked != "auto":
+            return asked, "cluster.publishing.transport"
+        nodes = {worker.node for group in self._groups() for worker in group.workers}
+        if self._prepared.hardware.device.type == "cuda":
+            return "broadcast", "each process has a GPU of its own"
+        if len(nodes) == 1:
+            return "ipc", "all processes are on one machine"
+        return "broadcast", f"the processes are on {len(nodes)} machines"
+
+    async def _restart(self, index: int, loss: WorkerLost) -> Engine:
+        assert self.engines is not None
+
+        async def remake(worker: WorkerHandle) -> None:
+            await worker.make(f"{HOST}:make_engine_process", task=self._engine_task, index=index)
+
+        return RemoteEngine(await self.engines.restart(index, remake), "engine")
+
+    async def _reload(self, index: int, engine: Engine) -> None:
+        """Give a new engine the weights that the others serve; all are proved again."""
+        assert self._publisher is not None
+        await self.connect()
+        await self._publisher.publish_again()
+
+
+class RemotePublisher:
+    """Publishes from trainer ranks to engines, wherever they are."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        roles, settings = processes.roles, processes._settings
+        probe = assembly.make_probe(roles.vocabulary, roles.dtype)
+        self._publisher = Publisher(probe, wait=settings.supervision.wait)
+        self._version: int | None = None
+
+    async def publish(self, trainer: Any, *, version: int) -> dict[str, float]:
+        """Make every engine serve `version`; returns metrics.
+
+        Raises:
+            RunFailure: an engine does not hold or serve the weights.
+        """
+        processes = self._processes
+        if processes.engines is None:
+            return dict(await processes.trainers.call("publish", version))
+        first = self._version is None
+        self._version = version
+        return await self._publish(whole=first)
+
+    async def publish_again(self) -> None:
+        """The same version once more, whole, for an engine that has just been started."""
+        if self._version is not None:
+            await self._publish(whole=True)
+
+    async def _publish(self, *, whole: bool) -> dict[str, float]:
+        processes = self._processes
+        assert processes.engines is not None
+        assert self._version is not None
+        engines = {str(worker.rank): _EngineSide(worker) for worker in processes.engines.workers}
+        return await self._publisher.publish(
+            _TrainerSide(processes.trainers), engines, version=self._version, whole=whole
+        )
+
+
+class _TrainerSide:
+    """The publisher's view of the ranks."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    async def offer(self, version: int, *, takers: int, whole: bool = False) -> Offer:
+        return await self._group.call("side.offer", version, takers=takers, whole=whole)  # type: ignore[no-any-return]
+
+    async def deliver(self) -> Delivered:
+        return await self._group.call("side.deliver")  # type: ignore[no-any-return]
+
+    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return await self._group.call("side.score", token_lists)  # type: ignore[no-any-return]
+
+
+class _EngineSide:
+    """The publisher's view of one engine."""
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+
+    async def pause(self) -> None:
+        await self._worker.call("side.pause")
+
+    async def take(self, offer: Offer) -> None:
+        await self._worker.call("side.take", offer)
+
+    async def verify(self, manifest: Manifest) -> list[Fault]:
+        return await self._worker.call("side.verify", manifest)  # type: ignore[no-any-return]
+
+    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return await self._worker.call("side.score", token_lists)  # type: ignore[no-any-return]
+
+    async def commit(self, version: int) -> None:
+        await self._worker.call("side.commit", version)
+
+    async def resume(self) -> None:
+        await self._worker.call("side.resume")
+
+
+def _colocated(settings: ClusterSettings) -> bool:
+    one = settings.trainer.ranks == 1 and settings.engines.count == 1
+    moves = settings.publishing.transport not in ("auto", "shared")
+    if settings.engines.placement == "colocated":
+        if not one or moves:
+            what = "a transport" if one else "several trainer ranks or engines"
+            raise ConfigError(
+                [
+                    UserError(
+                        f"a colocated engine samples with the weights of the only trainer rank, and there is {what}",
+                        where="cluster.engines.placement",
+                        mend="set it to separate, or leave it on auto",
+                    )
+                ]
+            )
+        return True
+    chosen = settings.engines.placement == "auto" and one and not moves
+    if settings.publishing.transport == "shared" and not chosen:
+        raise ConfigError(
+            [
+                UserError(
+                    "weights cannot be shared between processes",
+                    where="cluster.publishing.transport",
+                    mend="leave it on auto, or set engines and ranks to 1 and placement to colocated",
+                )
+            ]
+        )
+    return chosen
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _end(supervisor: Supervisor, placement: Placement, session: Session, logs: Path) -> None:
+    supervisor.close()
+    placement.release()
+    session.close()
+    if logs.name.startswith(".starting-"):
+        shutil.rmtree(logs, ignore_errors=True)
