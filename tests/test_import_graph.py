@@ -27,9 +27,10 @@ MAY_IMPORT = {
     "publishing": {"rollout", "training"},
     "tracking": {"config"},
     "planning": {"config"},
+    "cluster": {"config"},
 }
 LOOPS = {"loops": set(MAY_IMPORT)}
-COMMANDS = ("cli", "cli_algorithms", "cli_options", "cli_rollouts")
+COMMANDS = ("cli", "cli_algorithms", "cli_launch", "cli_options", "cli_rollouts")
 ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "__main__", *COMMANDS)}
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set()}
 KNOW_NOTHING = {"algorithms", "errors"}

@@ -1,0 +1,1 @@
+"""Where the parts of a run are: processes, nodes, and how a run gets onto them."""
