@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "cluster": {"config", "rollout"},
 }
 LOOPS = {"loops": set(MAY_IMPORT)}
-COMMANDS = ("cli", "cli_algorithms", "cli_cluster", "cli_options", "cli_rollouts")
+COMMANDS = ("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_rollouts")
 ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "__main__", *COMMANDS)}
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set()}
 KNOW_NOTHING = {"algorithms", "errors"}

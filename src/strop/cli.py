@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from strop import __version__
 from strop.cli_algorithms import algorithms
+from strop.cli_launch import launch
 from strop.cli_options import DEBUG, Checkpoint, Debug, Overrides, load, run_or_recipe
 from strop.cli_rollouts import replay, rollout
 from strop.errors import StropError, UserError
@@ -86,6 +87,7 @@ app.add_typer(models, name="models")
 app.add_typer(runs, name="runs")
 app.add_typer(config, name="config")
 app.add_typer(algorithms, name="algorithms")
+app.add_typer(launch, name="launch")
 
 
 @app.callback()
@@ -105,6 +107,7 @@ def _strop(
       strop sample runs/quickstart                     talk to what came out
       strop export runs/quickstart --out FOLDER        take the model out of the run
       strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
+      strop launch slurm RECIPE --nodes 4              the job that trains on a cluster; also ray, kubernetes
       strop teach recipes/distill-tiny.yaml --out FILE keep what teachers say of a recipe's data
     Find out:
       strop config explain rollout                     what the keys of a section do

@@ -1,1 +1,1 @@
-"""Where the parts of a run are: Ray actors, their placement and supervision, and how data gets to them."""
+"""Where the parts of a run are: processes, nodes, and how a run gets onto them."""
