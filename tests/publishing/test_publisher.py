@@ -105,6 +105,23 @@ async def test_who_fails_or_does_not_answer_is_named_and_nobody_goes_on(verb: st
     assert not [line for line in log if line.startswith("resume")]
 
 
+async def test_the_cause_is_told_whoever_is_first_to_fail() -> None:
+    trainer, engines, _ = parties()
+    engines["a"].fails = "take t"
+
+    async def deliver() -> Delivered:
+        await asyncio.sleep(0.05)
+        raise RuntimeError("a rank was lost")
+
+    trainer.deliver = deliver  # type: ignore[method-assign]
+    with pytest.raises(RunFailure) as caught:
+        await publisher().publish(trainer, engines, version=3)
+    assert caught.value.what == (
+        "publishing weights failed at moving. In the trainer: RuntimeError: a rank was lost. "
+        "In engine a: ConnectionError: gone"
+    )
+
+
 async def test_wrong_tensors_are_named_up_to_five_for_each_engine() -> None:
     trainer, engines, log = parties()
     engines["a"].faults = [Fault(f"t{at}", "missing", "was not delivered") for at in range(7)]
@@ -123,7 +140,9 @@ async def test_wrong_tensors_are_named_up_to_five_for_each_engine() -> None:
 async def test_a_probe_that_differs_where_all_tensors_agree_says_so(value: float) -> None:
     trainer, engines, log = parties()
     engines["b"].scores = [np.asarray([np.nan, -1.0, value], dtype=np.float32)]
-    with pytest.raises(RunFailure, match=r"engine b does not serve .*version 3.*All tensors are what was sent"):
+    with pytest.raises(
+        RunFailure, match=r"engine b: the engine does not serve .*version 3.*All tensors are what was sent"
+    ):
         await publisher().publish(trainer, engines, version=3)
     assert not [line for line in log if line.split()[0] in ("commit", "resume")]
 
