@@ -91,6 +91,23 @@ def test_the_mix_is_half_copies_a_quarter_impossible_and_held_out_sums_are_other
     assert 0.4 < len(wrong) / len(shown) < 0.5
 
 
+@pytest.mark.slow
+def test_every_transport_moves_all_tensors_between_two_processes(tmp_path: Path) -> None:
+    numbers = smoke("publishing", tmp_path / "r.json")
+    moved = {name: case for name, case in numbers["moving"].items() if name.startswith("cpu")}
+    assert {case["case"]["transport"] for case in moved.values()} == {"broadcast", "ipc", "disk", "delta"}
+    for name, case in moved.items():
+        assert case["tensors"] == 2 * 9 + 2
+        assert (case["bytes_moved"] < case["bytes"]) == ("delta" in name)
+        assert 0 < case["seconds"]["checksums"] < case["seconds"]["move"]
+    assert numbers["proof"]["checksum_gigabytes_per_second"]["cpu"] > 0
+    assert set(numbers["proof"]["probe cpu"]) == {"trainer_seconds", "engine_seconds"}
+    benchmark = module("publishing")
+    shapes = benchmark.weights(benchmark.SMOLLM2)
+    assert len(shapes) == 272
+    assert sum(map(math.prod, shapes.values())) == 134_515_008
+
+
 def test_packing_computes_what_padding_does(tmp_path: Path) -> None:
     numbers = smoke("packing", tmp_path / "r.json")
     assert set(numbers["ragged"]["seconds"]) == {"padded", "block_mask", "packed"}

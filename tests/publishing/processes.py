@@ -55,35 +55,38 @@ def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def make_taker(transport: str, port: int) -> Any:
+def joined(port: int, rank: int, device: str) -> Any:
+    backend = "gloo" if device == "cpu" else "nccl"
+    return join_group("127.0.0.1", port, rank=rank, size=2, backend=backend, timeout=TIMEOUT, device=device)
+
+
+def make_taker(transport: str, port: int, device: str) -> Any:
     if transport == "broadcast":
-        group = join_group("127.0.0.1", port, rank=1, size=2, backend="gloo", timeout=TIMEOUT)
-        return BroadcastTaker(group, bucket_bytes=BUCKET)
+        return BroadcastTaker(joined(port, 1, device), bucket_bytes=BUCKET, device=device)
     return {"ipc": lambda: IpcTaker(timeout=TIMEOUT), "disk": DiskTaker, "delta": DeltaTaker}[transport]()
 
 
-def make_sender(transport: str, port: int, folder: Path) -> SendingHalf:
+def make_sender(transport: str, port: int, folder: Path, device: str) -> SendingHalf:
     if transport == "broadcast":
-        group = join_group("127.0.0.1", port, rank=0, size=2, backend="gloo", timeout=TIMEOUT)
-        return BroadcastSender(group, bucket_bytes=BUCKET)
+        return BroadcastSender(joined(port, 0, device), bucket_bytes=BUCKET, device=device)
     if transport == "ipc":
-        return IpcSender(bucket_bytes=BUCKET, timeout=TIMEOUT)
+        return IpcSender(bucket_bytes=BUCKET, device=device, timeout=TIMEOUT)
     return DiskSender(folder, shard_bytes=50_000) if transport == "disk" else DeltaSender()
 
 
 class Hosted:
     """What runs in the engine's process: an `EngineSide`, and faults that happen there."""
 
-    def __init__(self, transport: str, port: int, *, lora: bool, dtype: torch.dtype) -> None:
+    def __init__(self, transport: str, port: int, *, lora: bool, dtype: torch.dtype, device: str) -> None:
         from strop.rollout.engines import packed_linear
         from strop.rollout.engines.local import LocalEngine
 
         packed_linear.SMALLEST = 1
         torch.set_num_threads(1)
-        self.model = make_model(lora=lora).to(dtype)
-        pack = dtype == torch.float32
+        self.model = make_model(lora=lora).to(device, dtype)
+        pack = dtype == torch.float32 and device == "cpu"
         self.engine = LocalEngine(self.model, None, eos_ids=(1,), seed=0, context=256, pack_weights=pack)
-        self.side = EngineSide(self.engine, Receiver(dict(trainable(self.model))), make_taker(transport, port))
+        self.side = EngineSide(self.engine, Receiver(dict(trainable(self.model))), make_taker(transport, port, device))
 
     async def flip(self, name: str) -> None:
         """One bit of one value changes after it was delivered."""
@@ -176,12 +179,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def engine_process(transport: str, port: int, *, lora: bool, dtype: torch.dtype) -> Iterator[tuple[RemoteEngine, Any]]:
+def engine_process(transport: str, port: int, **options: Any) -> Iterator[tuple[RemoteEngine, Any]]:
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(
-        target=serve, args=(theirs, (transport, port), {"lora": lora, "dtype": dtype}), daemon=True
-    )
+    process = context.Process(target=serve, args=(theirs, (transport, port), options), daemon=True)
     process.start()
     try:
         yield RemoteEngine(ours), ours
@@ -221,7 +222,7 @@ class Pair:
         draw = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
             for _, parameter in trainable(self.model):
-                parameter.add_((torch.rand(parameter.shape, generator=draw) * 2 - 1) * size)
+                parameter.add_(((torch.rand(parameter.shape, generator=draw) * 2 - 1) * size).to(parameter.device))
 
     async def heal(self) -> None:
         """After a fault: everything anew, which must work."""
@@ -231,13 +232,21 @@ class Pair:
 
 
 @contextmanager
-def pair_of(transport: str, folder: Path, *, lora: bool = False, dtype: torch.dtype = torch.float32) -> Iterator[Pair]:
+def pair_of(
+    transport: str,
+    folder: Path,
+    *,
+    lora: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    engine_device: str | None = None,
+) -> Iterator[Pair]:
     port = free_port()
-    with engine_process(transport, port, lora=lora, dtype=dtype) as (engine, pipe):
-        sender = make_sender(transport, port, folder)
+    with engine_process(transport, port, lora=lora, dtype=dtype, device=engine_device or device) as (engine, pipe):
+        sender = make_sender(transport, port, folder, device)
         assert pipe.poll(120)
         assert pipe.recv() == "up"
-        pair = Pair(make_model(lora=lora), sender, engine, floor=1e-4 if dtype == torch.float32 else 0.1)
+        pair = Pair(make_model(lora=lora).to(device), sender, engine, floor=1e-4 if dtype == torch.float32 else 0.1)
         try:
             yield pair
         finally:

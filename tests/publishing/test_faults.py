@@ -132,7 +132,7 @@ async def test_a_trainer_that_fails_while_it_gathers_leaves_nobody_waiting(pair:
 
     pair.weights = broken
     pair.train()
-    with pytest.raises(RunFailure, match=r"in the trainer.*a rank was lost"):
+    with pytest.raises(RunFailure, match=r"failed at (moving|writing)\. In the trainer: RuntimeError: a rank was lost"):
         await pair.publish()
     await pair.heal()
     pair.train()
@@ -160,7 +160,7 @@ async def test_the_live_module_is_what_is_compared(pair: Pair) -> None:
 async def test_what_was_derived_from_old_weights_is_told_apart(pair: Pair) -> None:
     await pair.engine.keep_derived(True)
     pair.train(1e-2)
-    with pytest.raises(RunFailure, match="engine one does not serve the weights of version") as caught:
+    with pytest.raises(RunFailure, match="engine one: the engine does not serve the weights of version") as caught:
         await pair.publish()
     assert "All tensors are what was sent, so something that was derived from older weights is stale" in str(
         caught.value
@@ -227,3 +227,40 @@ async def test_two_hundred_clean_publications_raise_no_alarm(tmp_path: Any) -> N
             gaps.append((await pair.publish())["publish/probe_gap"])
             pair.train(1e-4 if step % 2 else 3e-3)
         assert max(gaps) < 1e-4
+
+
+def gpus(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+
+
+ON_GPUS = [
+    *(pytest.param(way, "cuda:0", "cuda:0", marks=[pytest.mark.gpu, gpus(1)]) for way in ("ipc", "disk", "delta")),
+    pytest.param("ipc", "cpu", "cuda:0", marks=[pytest.mark.gpu, gpus(1)]),
+    pytest.param("ipc", "cuda:0", "cuda:1", marks=[pytest.mark.multi_gpu, gpus(2)]),
+    pytest.param("broadcast", "cuda:0", "cuda:1", marks=[pytest.mark.multi_gpu, gpus(2)]),
+]
+
+
+@pytest.mark.parametrize(("transport", "device", "engine_device"), ON_GPUS)
+async def test_gpus_get_the_same_and_faults_are_named(
+    transport: str, device: str, engine_device: str, tmp_path: Any
+) -> None:
+    def corrupt(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(-1).view(torch.int32)[700] ^= 1
+        return tensor
+
+    def swapped(tensors: Tensors) -> Tensors:
+        held = {name: tensor.detach().clone() for name, tensor in tensors}
+        held[A], held[B] = held[B], held[A]
+        return iter(held.items())
+
+    with pair_of(transport, tmp_path, device=device, engine_device=engine_device) as pair:
+        for _ in range(5):
+            await pair.publish()
+            pair.train()
+        pair.transport.tensors = replaced(**{key(A): corrupt})
+        assert f"1 of 21 tensors: {A} (holds other values than were sent)" in await fails(pair)
+        pair.transport.tensors = replaced(**{key(B): None})
+        assert f"1 of 21 tensors: {B} (was not delivered)" in await fails(pair)
+        pair.transport.tensors = swapped
+        assert f"2 of 21 tensors: {A} (holds the values of {B})" in await fails(pair)

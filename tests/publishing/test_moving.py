@@ -94,6 +94,22 @@ def test_only_what_was_proved_can_be_served() -> None:
     assert receiving.version is None
 
 
+def test_a_module_that_was_moved_meanwhile_is_still_what_is_written_and_compared() -> None:
+    module = torch.nn.Linear(3, 2)
+    receiving = Receiver(dict(module.named_parameters()))
+    # Other memory under the same parameters, as a move to another device gives them.
+    module.double().float()
+    source = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    recording, tensors = recorded(1, source.items())
+    receiving.begin(1)
+    for name, tensor in tensors:
+        receiving.put(name, tensor)
+    assert receiving.verify(recording.manifest()) == []
+    assert torch.equal(module.weight, source["weight"])
+    module.weight.data = torch.zeros(2, 3)
+    assert [fault.name for fault in receiving.verify(recording.manifest())] == ["weight"]
+
+
 def test_names_and_shapes_that_do_not_fit_are_faults() -> None:
     _, receiving = receiver()
     odd = {**weights(0), "a": torch.zeros(5, 7), "stranger": torch.zeros(2)}

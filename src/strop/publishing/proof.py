@@ -82,10 +82,10 @@ class Probe:
         if self.tolerance is None:
             self.tolerance = min(max(self.floor, MARGIN * worst), MOST) if worst <= 100 * self.floor else self.floor
         if not worst <= self.tolerance:
-            engine = f"engine {worst_name}" if worst_name else "the engine"
+            which = worst_name and f"engine {worst_name}: "
             raise RunFailure(
-                f"{engine} does not serve the weights of version {version}: log-probabilities of the probe differ "
-                f"by {worst:.3g} nats, {self.tolerance:.3g} is rounding{cause and f'. {cause}'}",
+                f"{which}the engine does not serve the weights of version {version}: log-probabilities of the probe "
+                f"differ by {worst:.3g} nats, {self.tolerance:.3g} is rounding{cause and f'. {cause}'}",
                 mend="the run stops so that nothing is trained on samples of other weights; resume from the checkpoint",
             )
         return worst

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from strop.errors import RunFailure
-from strop.publishing.manifest import Fault, Manifest, told
+from strop.publishing.manifest import NAMED, Fault, Manifest, told
 from strop.publishing.proof import Probe
 from strop.publishing.sides import Delivered
 from strop.publishing.transports.protocol import Offer
@@ -27,6 +27,8 @@ CAUSE = (
     "All tensors are what was sent, so something that was derived from older weights is stale (packed weights, merged "
     "adapters, caches), or the engine computes another model"
 )
+# Seconds in which others may fail too after one has.
+GRACE = 2.0
 MEND = "the run stops so that nothing is trained on samples of other weights; resume from the checkpoint"
 
 
@@ -141,21 +143,27 @@ class Publisher:
         return delivered
 
     async def _all(self, step: str, calls: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
-        """Run all at once; the first failure is raised at once, with the name of who failed."""
+        """Run all at once; a failure is raised soon, with the names of all who failed."""
         tasks = {asyncio.ensure_future(call): name for name, call in calls.items()}
         try:
             done, pending = await asyncio.wait(tasks, timeout=self._wait, return_when=asyncio.FIRST_EXCEPTION)
+            if pending and any(_error(task) for task in done):
+                # One failure makes others fail; which is the cause must not depend on who was first to say so.
+                done, pending = await asyncio.wait(tasks, timeout=GRACE)
         except BaseException:
             _leave(tasks)
             raise
-        failed = {tasks[task]: error for task in done if (error := task.exception()) is not None}
         _leave(pending)
+        failed = {name: error for task, name in tasks.items() if task in done and (error := _error(task))}
         if failed:
-            name, error = next(iter(failed.items()))
-            what = error.what if isinstance(error, RunFailure) else f"{type(error).__name__}: {error}"
-            mend = error.mend if isinstance(error, RunFailure) and error.mend else MEND
-            others = f" (and {', '.join(list(failed)[1:])})" if len(failed) > 1 else ""
-            raise RunFailure(f"publishing weights failed at {step}, in {name}{others}: {what}", mend=mend) from error
+            told_of = ". ".join(
+                f"In {name}: {error.what if isinstance(error, RunFailure) else f'{type(error).__name__}: {error}'}"
+                for name, error in list(failed.items())[:NAMED]
+            )
+            more = f", and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
+            first = next(iter(failed.values()))
+            mend = first.mend if isinstance(first, RunFailure) and first.mend else MEND
+            raise RunFailure(f"publishing weights failed at {step}. {told_of}{more}", mend=mend) from first
         if pending:
             late = ", ".join(sorted(tasks[task] for task in pending))
             raise RunFailure(f"publishing weights: no answer from {late} within {self._wait:g} s of {step}", mend=MEND)
@@ -167,6 +175,10 @@ def _refuse(found: Mapping[str, Sequence[Fault]], version: int, count: int) -> N
         return
     texts = [f"{name}: {len(faults)} of {count} tensors: {told(faults)}" for name, faults in found.items()]
     raise RunFailure(f"version {version} of the weights did not arrive as it was sent. {'. '.join(texts)}", mend=MEND)
+
+
+def _error(task: asyncio.Future[Any]) -> BaseException | None:
+    return asyncio.CancelledError("given up") if task.cancelled() else task.exception()
 
 
 def _leave(tasks: Any) -> None:

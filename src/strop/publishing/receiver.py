@@ -22,11 +22,11 @@ class Receiver:
     """Writes what is delivered into tensors in place, and finds those that are not what was sent.
 
     Args:
-        into: the live tensors by the names that the trainer gives them; all are expected in every version.
+        into: the module's own parameters by the names that the trainer gives them; all are expected in every version.
     """
 
     def __init__(self, into: Mapping[str, Tensor]) -> None:
-        self._into = {name: tensor.detach() for name, tensor in into.items()}
+        self._into = into
         self.version: int | None = None
         self._taking: int | None = None
         self._proved: int | None = None
@@ -52,13 +52,15 @@ class Receiver:
 
     def live(self, name: str) -> Tensor | None:
         """The live tensor of a name."""
-        return self._into.get(name)
+        # Taken anew each time: a module that is moved between devices gives its parameters other memory.
+        tensor = self._into.get(name)
+        return None if tensor is None else tensor.detach()
 
     def piece(self, name: str, dtype: str, shape: tuple[int, ...], start: int, payload: Tensor) -> None:
         """Bytes `start` and following of a tensor; payload: uint8 [n], on any device, not kept."""
         if not self._expects(name, shape):
             return
-        live, sent = self._into[name], dtype_named(dtype)
+        live, sent = self._into[name].detach(), dtype_named(dtype)
         self._begun.add(name)
         self._bytes[name] += len(payload)
         with torch.no_grad():
@@ -76,7 +78,7 @@ class Receiver:
         """A whole tensor, on any device, not kept."""
         if not self._expects(name, tuple(tensor.shape)):
             return
-        live = self._into[name]
+        live = self._into[name].detach()
         self._begun.add(name)
         self._bytes[name] += tensor.nbytes
         with torch.no_grad():
@@ -127,7 +129,7 @@ class Receiver:
         name = entry.name
         if name in self._odd:
             return self._odd[name]
-        live = self._into.get(name)
+        live = self.live(name)
         if live is None:
             return Fault(name, "unknown", "the engine has no such tensor")
         if name not in self._begun:
@@ -158,7 +160,7 @@ class Receiver:
         return name not in self._odd
 
     def _convert(self, name: str, tensor: Tensor) -> None:
-        live = self._into[name]
+        live = self._into[name].detach()
         converted = tensor.to(live.device, live.dtype)
         self._sent[name], self._converted[name] = checksum(tensor), checksum(converted)
         live.copy_(converted)

@@ -159,6 +159,7 @@ class BroadcastTaker:
 def _broadcast(group: Any, tensor: Tensor) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = ROOT
+    options.asyncOp = True  # or NCCL would keep the next bucket from being filled meanwhile
     return group.broadcast([tensor], options)
 
 
