@@ -38,6 +38,7 @@ class Shape:
 
 TINY = Shape(32, 64, 16, 2, 100)
 SMOLLM2 = Shape(576, 1536, 192, 30, 49152)
+QWEN3_06B = Shape(1024, 3072, 1024, 28, 151936)
 LARGE = Shape(3584, 18944, 512, 28, 152064, tied=False, bias=True)
 
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = measure.arguments(__doc__, repeats=5)
     parser.add_argument("--bucket-mib", type=int, default=128, help="cluster.publishing.bucket_mb")
     parser.add_argument("--only", nargs="*", default=[], help="names of cases")
+    parser.add_argument("--gpu", action="store_true", help="only the cases of GPUs")
     options = parser.parse_args(argv)
     if options.smoke:
         options.repeats, options.bucket_mib = 1, 1
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     import torch
 
     cases = {name: case for name, case in all_cases(options).items() if not options.only or name in options.only}
+    if options.gpu:
+        cases = {name: case for name, case in cases.items() if not name.startswith("cpu")}
     numbers: dict[str, Any] = {
         "devices": [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())],
         "bucket_mib": options.bucket_mib,
@@ -85,7 +89,9 @@ def all_cases(options: argparse.Namespace) -> dict[str, Case]:
     cases = {f"cpu {way}": Case(way, shape, "float32", **bucket) for way in ("broadcast", "ipc", "disk", "delta")}
     cases["cpu delta, 1% of bfloat16"] = Case("delta", shape, "bfloat16", changed=0.01, **bucket)
     gpus = torch.cuda.device_count()
-    sizes = {"": (shape, "float32")} | ({} if options.smoke else {", 7.6B bfloat16": (LARGE, "bfloat16")})
+    sizes = {"": (shape, "float32")}
+    if not options.smoke:
+        sizes |= {", 0.6B bfloat16": (QWEN3_06B, "bfloat16"), ", 7.6B bfloat16": (LARGE, "bfloat16")}
     for label, (size, dtype) in sizes.items():
         if gpus:
             cases[f"one GPU ipc{label}"] = Case("ipc", size, dtype, "cuda:0", "cuda:0", **bucket)

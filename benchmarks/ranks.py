@@ -1,0 +1,252 @@
+"""How much faster two GPUs train than one, and whether they compute the same.
+
+The trainer's own update (forward, backward, optimizer) on packed streams of equal length, of a new model with the
+shape of Qwen3-0.6B in bfloat16: on one card, and divided in each way among several. The step is the same for all, so
+the ratios are of strong scaling. Gradients are compared with those of one card; what bfloat16 alone makes of them is
+measured on one card too, with passes of another size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import measure
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+TINY = QWEN3_06B | {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the trainer is divided. tokens: of a pass."""
+
+    shards: int = 1
+    tensor: int = 1
+    context: int = 1
+    fsdp: bool = False
+    sequence: bool = False
+    tokens: int = 16384
+
+    @property
+    def ranks(self) -> int:
+        return self.shards * self.tensor * self.context
+
+
+def ways(ranks: int, tokens: int) -> dict[str, Way]:
+    """All ways for so many ranks, and one card with passes of two sizes."""
+    one = Way(tokens=tokens)
+    found = {"one": one, "one, other passes": replace(one, tokens=tokens // 4)}
+    for count in sorted({n for n in (2, 4) if n <= ranks}):
+        found[f"ddp {count}"] = replace(one, shards=count)
+        found[f"fsdp {count}"] = replace(one, shards=count, fsdp=True)
+        found[f"tensor {count}"] = replace(one, tensor=count)
+        found[f"tensor {count}, sequence"] = replace(one, tensor=count, sequence=True)
+        found[f"context {count}, fsdp"] = replace(one, context=count, fsdp=True)
+    if ranks >= 4:
+        found["fsdp 2 x tensor 2"] = replace(one, shards=2, tensor=2, fsdp=True)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure; returns the numbers that were written."""
+    parser = measure.arguments(__doc__, repeats=5)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks, each with a GPU where there are GPUs")
+    parser.add_argument("--streams", type=int, default=64, help="streams of a step")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of a pass")
+    options = parser.parse_args(argv)
+    if options.smoke:
+        options.repeats, options.streams, options.length, options.tokens = 1, 4, 32, 64
+    import torch
+    import torch.multiprocessing as mp
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for label, way in ways(options.ranks, options.tokens).items():
+            folder = Path(name) / label.replace(" ", "-")
+            folder.mkdir()
+            context = mp.get_context("spawn")
+            port = _free_port()
+            processes = [context.Process(target=rank, args=(at, way, options, port, folder)) for at in range(way.ranks)]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(240)
+                if process.is_alive():
+                    process.kill()
+            path = folder / "found.json"
+            if not path.exists():
+                found[label] = {"failed": True}
+                print(f"{label}: failed", flush=True)
+                continue
+            found[label] = json.loads(path.read_text()) | {"way": asdict(way)}
+            gradients = torch.load(folder / "gradients.pt")
+            if label == "one":
+                reference = gradients
+            found[label]["gradient_difference"] = {
+                key: float((value - reference[key]).norm() / reference[key].norm()) for key, value in gradients.items()
+            }
+            found[label]["speed_up"] = found["one"]["seconds"] / found[label]["seconds"]
+            shown = {key: found[label][key] for key in ("seconds", "speed_up", "tokens_per_second", "peak_gib", "loss")}
+            print(label, shown, max(found[label]["gradient_difference"].values()), flush=True)
+    numbers = {
+        "devices": [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())],
+        "streams": options.streams,
+        "length": options.length,
+        "ways": found,
+    }
+    measure.write("ranks", numbers, options)
+    return numbers
+
+
+def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path) -> None:
+    """One rank: an update for each repeat, after one whose gradients are kept."""
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from strop.algorithms.named import build_algorithm
+    from strop.config.training import OptimizerSettings
+    from strop.training.parallel.mesh import Dimensions, Mesh
+    from strop.training.parallel.ranks import Alone, Ranks
+    from strop.training.single import SingleDeviceTrainer
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", at) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(at), "WORLD_SIZE": str(way.ranks)}
+    where = Alone()
+    dtype = torch.bfloat16 if cuda else torch.float32
+    if way.ranks > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        mesh = Mesh(Dimensions(1, way.shards, way.context, way.tensor), device.type)
+        where = Ranks(mesh, fsdp=way.fsdp, dtype=dtype, sequence=way.sequence)
+    settings = dict(TINY if options.smoke else QWEN3_06B)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    trainer = SingleDeviceTrainer(
+        model, OptimizerSettings(learning_rate=1e-6), total_updates=100, budget=way.tokens, ranks=where
+    )
+    objective = build_algorithm("grpo", group_size=4, max_new_tokens=options.length)
+    kept: dict[str, Any] = {}
+    step = trainer.optimizer.step
+
+    def seen() -> Any:
+        own = trainer.optimizer._gradients
+        own.reduce(trainer.optimizer.masters)
+        for name in looked_at(config.num_hidden_layers):
+            kept[name] = where.whole(name, trainer.optimizer.masters[name].grad).float().cpu()
+        own.reduce = lambda masters: None  # type: ignore[method-assign]
+        try:
+            return step()
+        finally:
+            del own.reduce
+
+    trainer.optimizer.step = seen  # type: ignore[method-assign, assignment]
+    stats = trainer.update(batch(options, config.vocab_size), objective)
+    del trainer.optimizer.step
+    seconds = []
+    for _ in range(options.repeats):
+        one = batch(options, config.vocab_size)
+        if cuda:
+            torch.cuda.synchronize()
+        if way.ranks > 1:
+            dist.barrier()
+        started = time.perf_counter()
+        trainer.update(one, objective)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    if at == 0:
+        torch.save(kept, folder / "gradients.pt")
+        found = {
+            "seconds": measure.median(seconds),
+            "of_each": seconds,
+            "tokens_per_second": options.streams * options.length / measure.median(seconds),
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+            "loss": stats["loss"],
+            "grad_norm": stats["grad_norm"],
+        }
+        (folder / "found.json").write_text(json.dumps(found))
+    if way.ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def looked_at(layers: int) -> list[str]:
+    """Weights of every kind, from the first and the last layer."""
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    for layer in (0, layers - 1):
+        at = f"model.layers.{layer}"
+        names += [f"{at}.self_attn.{part}.weight" for part in ("q_proj", "q_norm", "k_norm", "o_proj")]
+        names += [f"{at}.mlp.gate_proj.weight", f"{at}.mlp.down_proj.weight", f"{at}.input_layernorm.weight"]
+    return names
+
+
+def batch(options: argparse.Namespace, vocabulary: int) -> Any:
+    """Streams of equal length in groups of four, the second half of each trained."""
+    import torch
+
+    from strop.algorithms.batch import TokenBatch
+
+    random = torch.Generator().manual_seed(1)
+    count, length = options.streams, options.length
+    mask = (torch.arange(length) >= length // 2).repeat(count)
+    total = count * length
+    sampler = torch.where(mask, -torch.rand(total, generator=random) - 11, torch.nan)
+    return TokenBatch(
+        input_ids=torch.randint(0, vocabulary, (total,), generator=random),
+        position_ids=torch.arange(length).repeat(count),
+        seq_ids=torch.arange(count).repeat_interleave(length),
+        loss_mask=mask,
+        sampler_logprobs=sampler,
+        versions=torch.where(mask, 0, -1).int(),
+        rewards=torch.rand(count, generator=random),
+        group_ids=torch.arange(count) // 4,
+        truncated=torch.zeros(count, dtype=torch.bool),
+        advantages=torch.randn(count, generator=random).repeat_interleave(length),
+        old_logprobs=None,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
