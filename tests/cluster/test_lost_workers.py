@@ -115,13 +115,12 @@ async def test_a_worker_that_cannot_start_is_a_failure_and_no_wait(start: Start,
         await group.workers[0].call("no_such_method")
 
 
-@pytest.mark.parametrize("attached", [True, False], ids=["attached", "own cluster"])
-@pytest.mark.parametrize("state", ["busy", "idle"])
+@pytest.mark.parametrize(
+    ("attached", "state"), [(True, "busy"), (True, "idle"), (False, "busy")], ids=["attached", "idle", "own-cluster"]
+)
 async def test_no_worker_outlives_its_driver(ray_session: Any, tmp_path: Path, attached: bool, state: str) -> None:
     import ray
 
-    if not attached and state == "idle":
-        pytest.skip("the busy one is the harder of the two, and a cluster takes seconds to start")
     address = ray.get_runtime_context().gcs_address if attached else ""
     script = Path(__file__).parent / "driver_to_kill.py"
     driver = subprocess.Popen(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ import pytest
 from cluster_waiting import Start
 from toys import tiny_engine
 
+from strop.cluster.group import WorkerGroup
+from strop.cluster.handle import WorkerHandle
+from strop.cluster.placement import Ask, Placement, place
 from strop.cluster.remote_engine import RemoteEngine
 from strop.cluster.router import EngineRouter, prompt_key
-from strop.cluster.supervision import WorkerLost
+from strop.cluster.supervision import Supervisor, WorkerLost
+from strop.config.cluster import SupervisionSettings
 from strop.errors import RunFailure
 from strop.rollout.engine import EngineStats, SampleRequest, SampleResult, SampleSettings, WeightUpdate
 
@@ -77,8 +82,34 @@ def hosted(start: Start) -> Hosted:
     return Hosted(start)
 
 
-async def test_samples_scores_and_versions_are_those_of_an_engine_in_this_process(hosted: Hosted) -> None:
-    (engine,) = await hosted.begin(1)
+@pytest.fixture(scope="module")
+def worker(ray_session: Any) -> Iterator[WorkerHandle]:
+    """A worker with an engine, for the tests that leave it as it was."""
+
+    async def begin() -> tuple[WorkerGroup, Placement]:
+        placement = await place([Ask("engine", 1, "cpu", together=False)], wait=60)
+        group = await WorkerGroup.start(placement.roles["engine"], supervisor, run="shared", logs=None, threads=0)
+        await group.make(FACTORY, factory="toys:tiny_engine", seed=3)
+        return group, placement
+
+    supervisor = Supervisor(SupervisionSettings())
+    group, placement = asyncio.run(begin())
+    yield group.workers[0]
+    asyncio.run(group.close())
+    supervisor.close()
+    placement.release()
+
+
+@pytest.fixture
+async def engine(worker: WorkerHandle) -> RemoteEngine:
+    """That engine, with the weights of version 0."""
+    engine = RemoteEngine(worker)
+    await engine.update_weights(WeightUpdate(0))
+    await worker.call("engine.take_stats")
+    return engine
+
+
+async def test_samples_scores_and_versions_are_those_of_an_engine_in_this_process(engine: RemoteEngine) -> None:
     asked = requests()
     same(await sample(engine, asked), await here(asked))
     local = tiny_engine(seed=3)
@@ -94,11 +125,9 @@ async def test_samples_scores_and_versions_are_those_of_an_engine_in_this_proces
     assert stats.sequences == len(asked) + 1
     assert stats.sampled_tokens >= sum(len(r.tokens) for r in await here(asked))
     assert engine.take_stats().sequences == 0
-    await engine.close()
 
 
-async def test_requests_of_one_moment_travel_together(hosted: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
-    (engine,) = await hosted.begin(1)
+async def test_requests_of_one_moment_travel_together(engine: RemoteEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     ask = engine.worker.call
 
@@ -114,8 +143,7 @@ async def test_requests_of_one_moment_travel_together(hosted: Hosted, monkeypatc
     assert 1 <= calls.count("finished") <= len(asked)
 
 
-async def test_a_request_that_fails_is_an_error_of_its_own(hosted: Hosted) -> None:
-    (engine,) = await hosted.begin(1)
+async def test_a_request_that_fails_is_an_error_of_its_own(engine: RemoteEngine) -> None:
     asked = requests(prompts=1)
     bad = SampleRequest((5,) * 600, SampleSettings(4), (9, 0, 0))
     found = await asyncio.gather(engine.generate(bad), *(engine.generate(r) for r in asked), return_exceptions=True)
@@ -124,8 +152,7 @@ async def test_a_request_that_fails_is_an_error_of_its_own(hosted: Hosted) -> No
     same(found[1:], await here(asked))
 
 
-async def test_pausing_aborting_and_giving_up(hosted: Hosted) -> None:
-    (engine,) = await hosted.begin(1)
+async def test_pausing_aborting_and_giving_up(engine: RemoteEngine) -> None:
     await engine.pause()
     waiting = [asyncio.ensure_future(engine.generate(r)) for r in requests(prompts=2)]
     await asyncio.sleep(0.3)
@@ -145,15 +172,14 @@ async def test_pausing_aborting_and_giving_up(hosted: Hosted) -> None:
     same(await sample(engine, requests()), await here(requests()))
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-async def test_samples_are_the_same_when_an_engine_is_lost_on_the_way(hosted: Hosted, how: str) -> None:
-    engines = await hosted.begin(2, timeout=2.0)
+async def test_samples_are_the_same_when_an_engine_is_lost_on_the_way(hosted: Hosted) -> None:
+    engines = await hosted.begin(2)
     router = EngineRouter(engines, restart=hosted.again, reload=hosted.reload)
     asked = requests(prompts=4, new=60)
     await engines[1].pause()  # so that its requests are unanswered for certain
     running = asyncio.ensure_future(sample(router, asked))
     await asyncio.sleep(0.3)
-    os.kill(hosted.group.workers[1].pid, getattr(signal, how))
+    os.kill(hosted.group.workers[1].pid, signal.SIGKILL)
     found = await running
     expected = await here(asked)
     assert [(r.tokens, r.finish) for r in found] == [(r.tokens, r.finish) for r in expected]
@@ -163,13 +189,13 @@ async def test_samples_are_the_same_when_an_engine_is_lost_on_the_way(hosted: Ho
     assert len(await router.score_each([[3, 4, 5]])) == 2
 
 
-async def test_a_lost_engine_without_a_way_back_is_named(hosted: Hosted) -> None:
-    engines = await hosted.begin(1)
+async def test_a_stopped_engine_without_a_way_back_is_named(hosted: Hosted) -> None:
+    engines = await hosted.begin(1, timeout=2.0)
     router = EngineRouter(engines)
     await router.pause()
     running = asyncio.ensure_future(sample(router, requests()))
     await asyncio.sleep(0.2)
-    os.kill(hosted.group.workers[0].pid, signal.SIGKILL)
+    os.kill(hosted.group.workers[0].pid, signal.SIGSTOP)
     with pytest.raises(WorkerLost, match="engine 0 is lost"):
         await running
 
