@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster_waiting import Start
+from cluster_waiting import Start, shared_group
 from toys import tiny_engine
 
-from strop.cluster.group import WorkerGroup
 from strop.cluster.handle import WorkerHandle
-from strop.cluster.placement import Ask, Placement, place
+from strop.cluster.placement import Ask
 from strop.cluster.remote_engine import RemoteEngine
 from strop.cluster.router import EngineRouter, prompt_key
-from strop.cluster.supervision import Supervisor, WorkerLost
-from strop.config.cluster import SupervisionSettings
+from strop.cluster.supervision import WorkerLost
 from strop.errors import RunFailure
 from strop.rollout.engine import EngineStats, SampleRequest, SampleResult, SampleSettings, WeightUpdate
 
@@ -85,19 +83,8 @@ def hosted(start: Start) -> Hosted:
 @pytest.fixture(scope="module")
 def worker(ray_session: Any) -> Iterator[WorkerHandle]:
     """A worker with an engine, for the tests that leave it as it was."""
-
-    async def begin() -> tuple[WorkerGroup, Placement]:
-        placement = await place([Ask("engine", 1, "cpu", together=False)], wait=60)
-        group = await WorkerGroup.start(placement.roles["engine"], supervisor, run="shared", logs=None, threads=0)
-        await group.make(FACTORY, factory="toys:tiny_engine", seed=3)
-        return group, placement
-
-    supervisor = Supervisor(SupervisionSettings())
-    group, placement = asyncio.run(begin())
-    yield group.workers[0]
-    asyncio.run(group.close())
-    supervisor.close()
-    placement.release()
+    with shared_group(Ask("engine", 1, "cpu", together=False), FACTORY, factory="toys:tiny_engine", seed=3) as group:
+        yield group.workers[0]
 
 
 @pytest.fixture
