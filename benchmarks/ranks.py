@@ -168,7 +168,7 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
         own = trainer.optimizer._gradients
         own.reduce(trainer.optimizer.masters)
         for name in looked_at(config.num_hidden_layers):
-            kept[name] = where.whole(name, trainer.optimizer.masters[name].grad).float().cpu()
+            kept[name] = where.whole(name, trainer.optimizer.masters[name].grad).float().cpu().clone()
         own.reduce = lambda masters: None  # type: ignore[method-assign]
         try:
             return step()

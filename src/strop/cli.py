@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from strop import __version__
 from strop.cli_algorithms import algorithms
+from strop.cli_cluster import cluster
 from strop.cli_launch import launch
 from strop.cli_options import DEBUG, Checkpoint, Debug, Overrides, load, run_or_recipe
 from strop.cli_rollouts import replay, rollout
@@ -88,6 +89,7 @@ app.add_typer(runs, name="runs")
 app.add_typer(config, name="config")
 app.add_typer(algorithms, name="algorithms")
 app.add_typer(launch, name="launch")
+app.add_typer(cluster, name="cluster")
 
 
 @app.callback()

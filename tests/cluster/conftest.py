@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def ray_session() -> Iterator[Any]:
     """A cluster that counts four CPUs."""
     with pytest.MonkeyPatch.context() as patch:
         # The workers import `toys` from here.
-        patch.setenv("PYTHONPATH", str(TESTS))
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
         patch.setenv("STROP_TEST_PASSED", "yes")
         session = open_session(None, cpus=4, store_mb=100)
         yield session

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from cluster_waiting import Start, until
+from cluster_waiting import Start, shared_group, until
 from toys import Flat
 
+from strop.cluster.group import WorkerGroup
+from strop.cluster.placement import Ask
 from strop.errors import MissingExtra, RunFailure, UserError
 
 
-async def test_every_rank_is_called_and_knows_its_peers(start: Start) -> None:
-    group = await start(2)
-    assert await group.call("add", 5) == (0, 2, 15)
-    assert await group.workers[1].call("add", 6) == (1, 2, 16)
-    assert await group.workers[1].call("inner.name") == "inner"
-    around = [await worker.call("surroundings") for worker in group.workers]
+@pytest.fixture(scope="module")
+def pair(ray_session: Any) -> Iterator[WorkerGroup]:
+    """Two ranks, for the tests that leave them as they were."""
+    with shared_group(Ask("trainer", 2, "cpu"), "toys:make_toy", base=10) as group:
+        yield group
+
+
+async def test_every_rank_is_called_and_knows_its_peers(pair: WorkerGroup) -> None:
+    assert await pair.call("add", 5) == (0, 2, 15)
+    assert await pair.workers[1].call("add", 6) == (1, 2, 16)
+    assert await pair.workers[1].call("inner.name") == "inner"
+    around = [await worker.call("surroundings") for worker in pair.workers]
     assert {e["MASTER_ADDR"] + e["MASTER_PORT"] for e in around} == {
         around[0]["MASTER_ADDR"] + around[0]["MASTER_PORT"]
     }
@@ -48,11 +57,10 @@ async def test_ranks_see_calls_in_one_order(start: Start) -> None:
     assert [await worker.call("noted") for worker in group.workers] == [names, names]
 
 
-async def test_large_arguments_are_read_from_the_store_and_not_copied(start: Start) -> None:
-    group = await start(2)
+async def test_large_arguments_are_read_from_the_store_and_not_copied(pair: WorkerGroup) -> None:
     flat = Flat(torch.arange(300_000), {"half": torch.ones(200_000, dtype=torch.bfloat16)}, None, 7)
     array = np.arange(200_000, dtype=np.float64)
-    for worker in group.workers:
+    for worker in pair.workers:
         found = await worker.call("look_at", array, flat)
         assert found["writeable"] is False
         for place in ("array", "tensor"):
@@ -62,26 +70,24 @@ async def test_large_arguments_are_read_from_the_store_and_not_copied(start: Sta
         assert found["rest"] == (None, 7)
 
 
-async def test_results_are_ones_own_to_write_to(start: Start) -> None:
-    group = await start(1)
-    found = await group.call("tensor", 100_000)
+async def test_results_are_ones_own_to_write_to(pair: WorkerGroup) -> None:
+    found = await pair.call("tensor", 100_000)
     found["made"][0] = 5
     assert found["made"].tolist()[:3] == [5, 1, 2]
     assert found["half"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["user", "extra"])
-async def test_errors_of_strop_arrive_as_themselves(start: Start, kind: str) -> None:
-    group = await start(1)
+async def test_errors_of_strop_arrive_as_themselves(pair: WorkerGroup, kind: str) -> None:
     expected = UserError if kind == "user" else MissingExtra
     with pytest.raises(expected) as caught:
-        await group.workers[0].call("fail", kind)
+        await pair.workers[0].call("fail", kind)
     assert type(caught.value) is expected
     if kind == "user":
         assert (caught.value.what, caught.value.where, caught.value.mend) == ("a bad key", "toy.key", "mend it")
     assert "in fail" in str(caught.value.__cause__)
     # The worker is as it was.
-    assert await group.call("add", 1) == (0, 1, 11)
+    assert await pair.call("add", 1) == (0, 2, 11)
 
 
 async def test_the_first_rank_that_raises_is_named_and_its_peers_are_ended(start: Start) -> None:
@@ -98,10 +104,9 @@ async def test_the_first_rank_that_raises_is_named_and_its_peers_are_ended(start
     assert await group.call("add", 1) == (0, 2, 21)
 
 
-async def test_an_exit_of_the_hosted_object_is_an_error(start: Start) -> None:
-    group = await start(1)
+async def test_an_exit_of_the_hosted_object_is_an_error(pair: WorkerGroup) -> None:
     with pytest.raises(RunFailure, match="trainer 0 failed: SystemExit: 3"):
-        await group.workers[0].call("fail", "exit")
+        await pair.workers[0].call("fail", "exit")
 
 
 async def test_a_time_out_names_who_has_not_answered(start: Start) -> None:

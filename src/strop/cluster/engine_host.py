@@ -193,7 +193,9 @@ class EngineHost:
 
     async def _sample(self, number: int, request: SampleRequest) -> None:
         try:
-            self._done.append((number, await self.engine.generate(request)))
+            result = await self.engine.generate(request)
+            # Looked up after the wait: the list is another one after each question for results.
+            self._done.append((number, result))
         except StropError as error:
             self._errors.append((number, error))
         except Exception as error:
@@ -204,6 +206,6 @@ class EngineHost:
         self._news.set()
 
 
-def host(factory: str, name: str = "the engine", **kwargs: Any) -> EngineHost:
+def host(*, factory: str, name: str = "the engine", **kwargs: Any) -> EngineHost:
     """An engine by "module:function" and its arguments, ready to be asked from elsewhere; for `WorkerGroup.make`."""
     return EngineHost(load(factory)(**kwargs), name)

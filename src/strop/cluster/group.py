@@ -78,7 +78,7 @@ class WorkerGroup:
         await self.close()
         raise errors[0]
 
-    async def make(self, factory: str, **kwargs: Any) -> None:
+    async def make(self, factory: str, /, **kwargs: Any) -> None:
         """Build an object in every rank, at the same time: `factory` is "module:function", and gets `kwargs`.
 
         It finds its rank where torch.distributed looks: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
@@ -88,7 +88,7 @@ class WorkerGroup:
         async with self._turn:
             await self._together(lambda worker: worker._answer("make", None, payload), "make", None)
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Call a method of the object of every rank, with the same arguments; returns the result of rank 0.
 
         Arrays and tensors among the arguments are put into the object store once and must not be written to.

@@ -82,7 +82,7 @@ class WorkerHandle:
         supervisor.watch(handle)
         return handle
 
-    async def call(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """Call a method of the hosted object and return its result.
 
         Args:
@@ -94,7 +94,7 @@ class WorkerHandle:
         """
         return self.result(await self.ask(method, self.ship(pack((args, kwargs))), True, timeout))
 
-    async def make(self, factory: str, **kwargs: Any) -> None:
+    async def make(self, factory: str, /, **kwargs: Any) -> None:
         """Build the hosted object, replacing what was there: `factory` is "module:function", run in the worker."""
         payload = self.ship(pack((factory, kwargs)))
         self.result(await self._answer("make", None, payload))

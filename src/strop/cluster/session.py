@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ NAMESPACE = "strop"
 """Of the names of all actors, so that `strop cluster status` finds those of every run."""
 PASSED = ("STROP_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
 """What variables of the driver's environment begin with that workers get too."""
+KNOCK = 10.0
+"""Seconds that a cluster has to take a connection."""
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 """Variables with such words in their names are not passed: Ray shows an actor's environment to everybody."""
 
@@ -44,8 +47,10 @@ def import_ray() -> Any:
     Raises:
         MissingExtra: it is not installed.
     """
-    # Ray asks for these when it is imported: no statistics to its makers, no second environment under `uv run`.
+    # Ray asks for these when it is imported: no statistics to its makers, no second environment under `uv run`, and no
+    # cluster that a late call starts by itself after this one has ended.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -55,12 +60,15 @@ def import_ray() -> Any:
     return ray
 
 
-def open_session(address: str | None, *, cpus: int | None = None, store_mb: int | None = None) -> Session:
+def open_session(
+    address: str | None, *, cpus: int | None = None, store_mb: int | None = None, key: str = "cluster.address"
+) -> Session:
     """Attach to the cluster at an address, or start one on this machine.
 
     Args:
         address: `auto`, `ray://HOST:PORT`, `HOST:PORT`, or None to start one. cpus: what a started one counts as its
-            CPUs; never fewer than the machine has. store_mb: of its object store; Ray decides when not given.
+            CPUs; never fewer than the machine has. store_mb: of its object store; Ray decides when not given. key: what
+            messages call the address.
 
     Raises:
         MissingExtra: Ray is not installed. UserError: there is no cluster at the address.
@@ -77,12 +85,13 @@ def open_session(address: str | None, *, cpus: int | None = None, store_mb: int 
     }
     if address is not None:
         try:
+            _knock(address)
             ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}",
-                where="cluster.address",
-                mend="start one with `ray start --head`, or leave the address out to have one on this machine",
+                where=key,
+                mend="start one with `ray start --head` and name its address, or run with cluster.address not set",
             ) from error
         return Session(False, [f"attached to the Ray cluster at {address}: cluster.address"])
     own = os.cpu_count() or 1
@@ -103,6 +112,21 @@ def open_session(address: str | None, *, cpus: int | None = None, store_mb: int 
     return Session(True, reasons)
 
 
+def _knock(address: str) -> None:
+    """Ray itself takes minutes to find that nobody is there, and then ends the process.
+
+    Raises:
+        OSError: nobody is there.
+    """
+    if address == "auto":
+        from ray._private import services
+
+        address = services.canonicalize_bootstrap_address("auto") or ""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=KNOCK).close()
+
+
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables for workers: where strop is, and what the libraries read."""
     home = str(Path(strop.__file__).parents[1])
@@ -114,4 +138,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(PASSED) and not any(word in name for word in SECRET)
     }
-    return passed | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path))}
+    return passed | {
+        "RAY_ENABLE_AUTO_CONNECT": "0",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
+    }

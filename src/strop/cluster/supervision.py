@@ -174,6 +174,8 @@ def local_node() -> str:
 def end(handle: WorkerHandle) -> None:
     """End a worker's process, also one that is stopped or deep in native code and hears nothing."""
     ray = import_ray()
+    if not ray.is_initialized():
+        return
     try:
         ray.kill(handle.actor, no_restart=True)
     except Exception:  # it is gone, or Ray is
