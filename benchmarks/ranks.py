@@ -2,8 +2,8 @@
 
 The trainer's own update (forward, backward, optimizer) on packed streams of equal length, of a new model with the
 shape of Qwen3-0.6B in bfloat16: on one card, and divided in each way among several. The step is the same for all, so
-the ratios are of strong scaling. Gradients are compared with those of one card; what bfloat16 alone makes of them is
-measured on one card too, with passes of another size.
+the ratios are of strong scaling. Gradients are compared with those of one card in float32, of the same weights: what
+bfloat16 alone makes of them is what one card in bfloat16 shows. How fast the ranks are linked is measured beside it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TINY = QWEN3_06B | {
 
 @dataclass(frozen=True)
 class Way:
-    """How the trainer is divided. tokens: of a pass."""
+    """How the trainer is divided. tokens: of a pass. exact: in float32."""
 
     shards: int = 1
     tensor: int = 1
@@ -54,6 +54,7 @@ class Way:
     fsdp: bool = False
     sequence: bool = False
     tokens: int = 16384
+    exact: bool = False
 
     @property
     def ranks(self) -> int:
@@ -61,15 +62,15 @@ class Way:
 
 
 def ways(ranks: int, tokens: int) -> dict[str, Way]:
-    """All ways for so many ranks, and one card with passes of two sizes."""
+    """All ways for so many ranks, and one card in two number formats."""
     one = Way(tokens=tokens)
-    found = {"one": one, "one, other passes": replace(one, tokens=tokens // 4)}
+    found = {"one, float32": replace(one, exact=True), "one": one}
     for count in sorted({n for n in (2, 4) if n <= ranks}):
         found[f"ddp {count}"] = replace(one, shards=count)
         found[f"fsdp {count}"] = replace(one, shards=count, fsdp=True)
         found[f"tensor {count}"] = replace(one, tensor=count)
         found[f"tensor {count}, sequence"] = replace(one, tensor=count, sequence=True)
-        found[f"context {count}, fsdp"] = replace(one, context=count, fsdp=True)
+        found[f"context {count}"] = replace(one, context=count, fsdp=True)
     if ranks >= 4:
         found["fsdp 2 x tensor 2"] = replace(one, shards=2, tensor=2, fsdp=True)
     return found
@@ -82,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--streams", type=int, default=64, help="streams of a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of each")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a pass")
+    parser.add_argument("--only", nargs="*", default=[], help="ways beside those of one card")
     options = parser.parse_args(argv)
     if options.smoke:
         options.repeats, options.streams, options.length, options.tokens = 1, 4, 32, 64
@@ -90,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        for label, way in ways(options.ranks, options.tokens).items():
+        chosen = ways(options.ranks, options.tokens)
+        if options.only:
+            chosen = {label: way for label, way in chosen.items() if way.ranks == 1 or label in options.only}
+        for label, way in chosen.items():
             folder = Path(name) / label.replace(" ", "-")
             folder.mkdir()
             context = mp.get_context("spawn")
@@ -109,12 +114,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 continue
             found[label] = json.loads(path.read_text()) | {"way": asdict(way)}
             gradients = torch.load(folder / "gradients.pt")
-            if label == "one":
+            if way.exact:
                 reference = gradients
             found[label]["gradient_difference"] = {
                 key: float((value - reference[key]).norm() / reference[key].norm()) for key, value in gradients.items()
             }
-            found[label]["speed_up"] = found["one"]["seconds"] / found[label]["seconds"]
+            found[label]["speed_up"] = found.get("one", found[label])["seconds"] / found[label]["seconds"]
             shown = {key: found[label][key] for key in ("seconds", "speed_up", "tokens_per_second", "peak_gib", "loss")}
             print(label, shown, max(found[label]["gradient_difference"].values()), flush=True)
     numbers = {
@@ -141,13 +146,12 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", at) if cuda else torch.device("cpu")
+    torch.set_num_threads(options.threads)
     if cuda:
         torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(at), "WORLD_SIZE": str(way.ranks)}
     where = Alone()
-    dtype = torch.bfloat16 if cuda else torch.float32
+    dtype = torch.bfloat16 if cuda and not way.exact else torch.float32
     if way.ranks > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         mesh = Mesh(Dimensions(1, way.shards, way.context, way.tensor), device.type)
@@ -156,7 +160,7 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32).to(dtype)
     trainer = SingleDeviceTrainer(
         model, OptimizerSettings(learning_rate=1e-6), total_updates=100, budget=way.tokens, ranks=where
     )
@@ -178,8 +182,8 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
     trainer.optimizer.step = seen  # type: ignore[method-assign, assignment]
     stats = trainer.update(batch(options, config.vocab_size), objective)
     del trainer.optimizer.step
-    seconds = []
-    for _ in range(options.repeats):
+    seconds: list[float] = []
+    for _ in range(1 if way.exact else options.repeats):
         one = batch(options, config.vocab_size)
         if cuda:
             torch.cuda.synchronize()
@@ -190,6 +194,7 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+    link = linked(device, options.smoke) if way.ranks > 1 else 0.0
     if at == 0:
         torch.save(kept, folder / "gradients.pt")
         found = {
@@ -199,11 +204,29 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
             "loss": stats["loss"],
             "grad_norm": stats["grad_norm"],
+            "all_reduce_gb_per_second": link,
         }
         (folder / "found.json").write_text(json.dumps(found))
     if way.ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
+
+
+def linked(device: Any, smoke: bool) -> float:
+    """GB/s at which all ranks sum a tensor: its bytes over the time, whatever the algorithm moves."""
+    import torch
+    import torch.distributed as dist
+
+    numbers = torch.ones((1 if smoke else 256) << 18, device=device)
+    for repeat in range(4):
+        if repeat == 1:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+        dist.all_reduce(numbers)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 3 * numbers.nbytes / (time.perf_counter() - started) / 1e9
 
 
 def looked_at(layers: int) -> list[str]:

@@ -11,6 +11,9 @@ from strop.cluster.session import import_ray
 from strop.errors import RunFailure, UserError
 
 Device = Literal["cpu", "cuda"]
+MOST_BESIDE_A_GPU = 8
+"""CPU threads of a process that computes on a GPU. If each took all cores, as torch does by itself, processes would wait
+for each other's threads: two ranks that way were slower than one (`benchmarks/ranks.py`)."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Placed:
-    """Resources that are held for a role. threads: CPUs for each of its processes on a CPU; None with a GPU."""
+    """Resources that are held for a role. threads: CPU threads for each of its processes."""
 
     ask: Ask
     group: Any
     strategy: str
-    threads: int | None
+    threads: int
 
     def release(self) -> None:
         """Give the resources back; processes that are still in them end."""
@@ -86,7 +89,7 @@ async def place(wanted: Sequence[Ask], *, wait: float) -> Placement:
         for ask in wanted:
             strategy, why = choose_strategy(ask, [node["Resources"] for node in nodes])
             group = ray.util.placement_group([ask.bundle] * ask.count, strategy=strategy)
-            placed = Placed(ask, group, strategy, None if ask.device == "cuda" else threads)
+            placed = Placed(ask, group, strategy, min(threads, MOST_BESIDE_A_GPU) if ask.device == "cuda" else threads)
             placement.roles[ask.role] = placed
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             if not await asyncio.to_thread(group.wait, left):

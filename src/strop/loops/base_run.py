@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 
 from strop.config import Config
+from strop.loops.event_loop import when_asked_to_leave
 from strop.loops.folder import OpenedFolder, close_after, open_folder
 from strop.loops.place import Place
 from strop.loops.randomness import random_state, restore_random, set_seed
@@ -50,6 +51,8 @@ class BaseRun(ABC):
         self._started = time.perf_counter()
         self._saved_at: int | None = None
         self._resumed = opened.checkpoint is not None
+        self.leaving = False
+        """Whether the run was asked to save at the end of this step and to end: its machine is about to be taken."""
 
     @property
     def folder(self) -> Path:
@@ -58,14 +61,16 @@ class BaseRun(ABC):
 
     @property
     def done(self) -> bool:
-        """Whether all steps are done, or the run has stopped getting better (`evaluation.early_stop`)."""
-        return self.step >= self.config.run.steps or bool(self.stopped)
+        """Whether all steps are done, the run has stopped getting better (`evaluation.early_stop`), or it has to leave."""
+        return self.step >= self.config.run.steps or bool(self.stopped) or self.leaving
 
     @property
     def stopped(self) -> str:
         """Why the run ends before its last step; empty while it does not."""
         if self.step >= self.config.run.steps:
             return ""
+        if self.leaving:
+            return "it was asked to leave"
         return stop_reason(self.evaluations, self.config.evaluation.early_stop)
 
     @property
@@ -115,12 +120,18 @@ class BaseRun(ABC):
         """The run that `open` gives, closed in the end: files, what it started, its lock."""
         run = await cls.open(prepared, fresh=fresh, recipe=recipe)
         try:
-            yield run
+            with when_asked_to_leave(run.leave):
+                yield run
         except BaseException as error:
             await run.close(error)
             raise
         else:
             await run.close(None)
+
+    def leave(self) -> None:
+        """Save at the end of this step, and end; the same command goes on from there."""
+        self.leaving = True
+        self.display.message("asked to leave (SIGUSR1): this step is finished and saved, then the run ends", "warning")
 
     # What a kind of run has to say.
 
@@ -150,6 +161,10 @@ class BaseRun(ABC):
     async def evaluate_and_save_if_due(self) -> None:
         """Evaluate and write a checkpoint at the intervals that the recipe names, and after the last step."""
         every = self.config.evaluation.every
+        if self.leaving:
+            # A machine that is taken gives half a minute or two.
+            await self.save()
+            return
         if self.step >= self.config.run.steps or (every and self.step % every == 0):
             await self.evaluate()
         if self.done or self.step % self.config.checkpoint.every == 0 or self._is_among_the_best():
@@ -195,7 +210,7 @@ class BaseRun(ABC):
 
     async def finish(self) -> Path:
         """Save, say how it ended; returns the folder of the trained model."""
-        if not self.after:
+        if not self.after and not self.leaving:
             await self.evaluate()
         model = await self.save() / "model"
         self.directory.update(stopped=self.stopped, best=self._best_score())
@@ -226,7 +241,7 @@ class BaseRun(ABC):
         self.metrics.close()
         await self.place.close()
         if error is None:
-            self.directory.close("finished" if self.done else "interrupted")
+            self.directory.close("finished" if self.done and not self.leaving else "interrupted")
         else:
             close_after(self.directory, error)
 

@@ -73,6 +73,21 @@ def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 @contextmanager
+def when_asked_to_leave(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` on SIGUSR1, which clusters send some time before they take a machine away."""
+    usable = hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread()
+    if not usable:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, leave)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+
+@contextmanager
 def _cancelled_by_sigterm(terminated: threading.Event) -> Iterator[None]:
     """Let SIGTERM cancel the task that this is entered in, as `asyncio.run` lets Ctrl-C; a second one raises at once.
 

@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "evaluation.",
     "alarms.",
     "hardware.threads",
+    "cluster.",
 )
 # Among these, what decides what the scores mean that are compared with each other.
 MUST_STAY = ("evaluation.verifiers", "evaluation.correct_at")

@@ -224,6 +224,11 @@ class Processes:
         where = [] if not self.engines else [f"weights move by {await self.connect()}"]
         if colocated:
             where = ["the engine samples with the trainer's own weights"]
+        self.processes = [
+            {"role": worker.role, "rank": worker.rank, "host": worker.host, "pid": worker.pid}
+            for group in self._groups()
+            for worker in group.workers
+        ]
         self.reasons = (*self._session.reasons, *self._placement.reasons, *facts.reasons, *where)
 
     def _groups(self) -> list[WorkerGroup]:

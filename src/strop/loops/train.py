@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from strop.config import Config
 from strop.config.pipeline import PipelineConfig
@@ -58,7 +58,27 @@ def train(
 def train_run(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
     """Train one recipe to its end; see `train`."""
     loop = train_online if config.supervised is None else train_supervised
-    return run_to_end(lambda: loop(config, fresh=fresh, recipe=recipe))
+    if config.cluster.kind == "local":
+        return run_to_end(lambda: loop(config, fresh=fresh, recipe=recipe))
+    return run_to_end(lambda: _whatever_is_lost(loop, config, fresh=fresh, recipe=recipe))
+
+
+async def _whatever_is_lost(loop: Any, config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
+    """Go on from the last checkpoint when a process is lost, `cluster.supervision.restarts` times."""
+    from strop.cluster.supervision import WorkerLost, show_on_stderr
+
+    left = config.cluster.supervision.restarts
+    while True:
+        try:
+            summary: TrainingSummary = await loop(config, fresh=fresh, recipe=recipe)
+            return summary
+        except WorkerLost as loss:
+            if left <= 0:
+                raise
+            left -= 1
+            # The run that was lost is the newest one of its name.
+            fresh = False
+            show_on_stderr(f"{loss.what}\n  going on from the last checkpoint; {left} more such losses are mended")
 
 
 __all__ = ["TrainingSummary", "train", "train_run"]
