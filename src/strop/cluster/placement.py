@@ -12,8 +12,8 @@ from strop.errors import RunFailure, UserError
 
 Device = Literal["cpu", "cuda"]
 MOST_BESIDE_A_GPU = 8
-"""CPU threads of a process that computes on a GPU. If each took all cores, as torch does by itself, processes would wait
-for each other's threads: two ranks that way were slower than one (`benchmarks/ranks.py`)."""
+"""CPU threads of a process that computes on a GPU. If each took all cores, as torch does by itself, processes would
+wait for each other's threads: two ranks that way were slower than one (`benchmarks/ranks.py`)."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class BaseRun(ABC):
 
     @property
     def done(self) -> bool:
-        """Whether all steps are done, the run has stopped getting better (`evaluation.early_stop`), or it has to leave."""
+        """Whether all steps are done, the run gets no better (`evaluation.early_stop`), or it has to leave."""
         return self.step >= self.config.run.steps or bool(self.stopped) or self.leaving
 
     @property
