@@ -47,7 +47,7 @@ class Probe:
     tolerance: float | None = field(default=None)
 
     @classmethod
-    def make(cls, vocabulary: int, *, floor: float, length: int = 24) -> Probe:
+    def make(cls, vocabulary: int, *, floor: float, length: int = 8) -> Probe:
         """One sequence that walks through the whole vocabulary, so that many rows of the embedding are touched."""
         step = max(1, vocabulary // length)
         while math.gcd(step, vocabulary) > 1:  # or a small vocabulary would be walked in a circle

@@ -187,5 +187,8 @@ def _lost(version: int, who: str, error: Exception) -> RunFailure:
 
 
 def _close(group: Any) -> None:
-    if hasattr(group, "shutdown"):
-        group.shutdown()
+    # Not `shutdown`: with NCCL it waits for the other side, which may be gone or close later.
+    for way in ("abort", "shutdown"):
+        if hasattr(group, way):
+            getattr(group, way)()
+            return
