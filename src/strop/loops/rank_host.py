@@ -308,4 +308,6 @@ def facts_of(task: Task, roles: assembly.Roles, why: str) -> Facts:
 
 def _join(meeting: tuple[str, int], rank: int, size: int, device: torch.device, wait: float) -> Any:
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return join_group(*meeting, rank=rank, size=size, backend=backend, timeout=wait, device=device)

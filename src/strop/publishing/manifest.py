@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from strop.publishing.checksums import checksum
+from strop.publishing.checksums import Summed, finished, summed
 
 # Names that a message has room for.
 NAMED = 5
@@ -72,7 +72,8 @@ class Recording:
     """A manifest while it is made: tensors pass through `over` on their way into a transport."""
 
     version: int
-    entries: list[Entry] = field(default_factory=list)
+    forms: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    parts: list[Summed] = field(default_factory=list)
     bytes: int = 0
     seconds: float = 0.0
 
@@ -80,13 +81,18 @@ class Recording:
         """The same tensors; each is written down before it is handed on."""
         for name, tensor in tensors:
             started = time.perf_counter()
-            self.entries.append(Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape), checksum(tensor)))
+            self.forms.append((name, dtype_name(tensor.dtype), tuple(tensor.shape)))
+            # What is read off a GPU here would make the transport wait for it.
+            self.parts.append(summed(tensor))
             self.seconds += time.perf_counter() - started
             self.bytes += tensor.nbytes
             yield name, tensor
 
     def manifest(self) -> Manifest:
-        return Manifest(self.version, tuple(self.entries), self.bytes, self.seconds)
+        started = time.perf_counter()
+        entries = [Entry(*form, sums) for form, sums in zip(self.forms, finished(self.parts), strict=True)]
+        self.seconds += time.perf_counter() - started
+        return Manifest(self.version, tuple(entries), self.bytes, self.seconds)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import RunFailure
-from strop.publishing.checksums import checksum
+from strop.publishing.checksums import checksum, checksums
 from strop.publishing.manifest import Entry, Fault, Manifest, dtype_name, dtype_named
 
 
@@ -104,7 +104,9 @@ class Receiver:
         if self._taking != manifest.version:
             raise RunFailure(f"a manifest of version {manifest.version} came to an engine that took {self._taking}")
         owners = {entry.checksum: entry.name for entry in manifest.entries}
-        faults = [fault for entry in manifest.entries if (fault := self._fault(entry, owners)) is not None]
+        held = {entry.name: live for entry in manifest.entries if (live := self._into.get(entry.name)) is not None}
+        sums = dict(zip(held, checksums(held.values()), strict=True))
+        faults = [fault for entry in manifest.entries if (fault := self._fault(entry, owners, sums)) is not None]
         named = {entry.name for entry in manifest.entries}
         faults += [Fault(name, "unpublished", "was not published") for name in self._into if name not in named]
         faults += [fault for name, fault in self._odd.items() if name not in named]
@@ -125,7 +127,7 @@ class Receiver:
         self.version = version
         self._taking = None
 
-    def _fault(self, entry: Entry, owners: Mapping[int, str]) -> Fault | None:
+    def _fault(self, entry: Entry, owners: Mapping[int, str], sums: Mapping[str, int]) -> Fault | None:
         name = entry.name
         if name in self._odd:
             return self._odd[name]
@@ -139,10 +141,10 @@ class Receiver:
             return Fault(name, "missing", f"{self._bytes[name]} of {total} bytes were delivered")
         if name in self._sent:
             found = self._sent[name]
-            if found == entry.checksum and checksum(live) != self._converted[name]:
+            if found == entry.checksum and sums[name] != self._converted[name]:
                 return Fault(name, "corrupted", f"was changed after it was converted to {dtype_name(live.dtype)}")
         else:
-            found = checksum(live)
+            found = sums[name]
         if found == entry.checksum:
             return None
         if found in owners:
