@@ -165,10 +165,10 @@ class Processes:
     def restore_reference(self, run: Path) -> None:
         self._ask("restore_reference", run.absolute())
 
-    async def connect(self) -> str:
-        """Make both halves of the transport in all processes; returns its name."""
+    async def connect(self) -> None:
+        """Make both halves of the transport in all processes. The run has its folder by then."""
         assert self.engines is not None
-        transport, why = self._transport()
+        transport, _ = self._transport()
         first, workers = self.trainers.workers[0], self.engines.workers
         meeting = await first.plain("address")
         size, settings = 1 + len(workers), self._settings.publishing
@@ -177,7 +177,6 @@ class Processes:
             self.trainers.call("connect", settings, transport, meeting, size, folder),
             *(worker.call("connect", settings, transport, meeting, size) for worker in workers),
         )
-        return f"{transport}: {why}"
 
     async def close(self) -> None:
         """End all processes, and the cluster if it was started here."""
@@ -221,7 +220,7 @@ class Processes:
             fingerprint=facts.fingerprint,
         )
         self.roles = RemoteRoles(loaded, facts)
-        where = [] if not self.engines else [f"weights move by {await self.connect()}"]
+        where = [] if self.engines is None else ["weights move by " + ": ".join(self._transport())]
         if colocated:
             where = ["the engine samples with the trainer's own weights"]
         self.processes = [
@@ -257,7 +256,6 @@ class Processes:
     async def _reload(self, index: int, engine: Engine) -> None:
         """Give a new engine the weights that the others serve; all are proved again."""
         assert self._publisher is not None
-        await self.connect()
         await self._publisher.publish_again()
 
 
@@ -281,12 +279,15 @@ class RemotePublisher:
         if processes.engines is None:
             return dict(await processes.trainers.call("publish", version))
         first = self._version is None
+        if first:
+            await processes.connect()
         self._version = version
         return await self._publish(whole=first)
 
     async def publish_again(self) -> None:
         """The same version once more, whole, for an engine that has just been started."""
         if self._version is not None:
+            await self._processes.connect()
             await self._publish(whole=True)
 
     async def _publish(self, *, whole: bool) -> dict[str, float]:
