@@ -63,10 +63,3 @@ async def start(ray_session: Any, tmp_path: Path, notices: list[str]) -> AsyncIt
         await group.close()
         supervisor.close()
         placed.release()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All that starts Ray runs in one process, after each other: two clusters would fight for the cores."""
-    for item in items:
-        if TESTS in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ray"))

@@ -9,9 +9,6 @@ import pytest
 import torch
 from rank_cases import Case, gradients, gradients_of_rank, run_ranks
 
-# What the ranks compute is computed once, for all tests.
-pytestmark = pytest.mark.xdist_group("ranks")
-
 TWO = [
     Case(shards=2),
     Case(shards=2, fsdp=True),

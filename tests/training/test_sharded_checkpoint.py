@@ -10,9 +10,6 @@ import pytest
 import torch
 from rank_cases import Case, Moved, moved, moved_of_rank, run_ranks
 
-# What the ranks compute is computed once, for all tests.
-pytestmark = pytest.mark.xdist_group("sharded")
-
 ONE = Case()
 WRITERS = {
     "fsdp2": Case(shards=2, fsdp=True),
