@@ -20,7 +20,7 @@ from strop.cluster.placement import Placement, asks, place
 from strop.cluster.remote_engine import RemoteEngine
 from strop.cluster.router import EngineRouter
 from strop.cluster.session import Session, open_session
-from strop.cluster.supervision import Supervisor, WorkerLost
+from strop.cluster.supervision import Supervisor, WorkerLost, show_on_stderr
 from strop.config.cluster import ClusterSettings
 from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
@@ -261,7 +261,9 @@ class Processes:
         async def remake(worker: WorkerHandle) -> None:
             await worker.make(f"{HOST}:make_engine_process", task=self._engine_task, index=index)
 
-        return RemoteEngine(await self.engines.restart(index, remake), "engine")
+        worker = await self.engines.restart(index, remake)
+        show_on_stderr(f"{loss.what}\n  it was started again, and gets the weights anew")
+        return RemoteEngine(worker, "engine")
 
     async def _reload(self, index: int, engine: Engine) -> None:
         """Give a new engine the weights that the others serve; all are proved again."""
