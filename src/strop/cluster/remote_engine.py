@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from strop.cluster.engine_host import Ragged, Requests, Results
 from strop.cluster.handle import WorkerHandle
+from strop.cluster.supervision import WorkerLost
 from strop.rollout.engine import EngineStats, SampleRequest, SampleResult, WeightUpdate
 
 POLL = 10.0
@@ -87,10 +89,11 @@ class RemoteEngine:
         return stats
 
     async def close(self) -> None:
-        """Close the engine; its process is ended by who started it."""
+        """Close the engine; its process is ended by who started it. One whose process is gone is closed enough."""
         try:
             if self.worker.lost is None:
-                await self._forward("close")
+                with contextlib.suppress(WorkerLost):
+                    await self._forward("close")
         finally:
             if self._poll is not None:
                 self._poll.cancel()

@@ -91,7 +91,8 @@ def open_session(
             raise UserError(
                 f"there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}",
                 where=key,
-                mend="start one with `ray start --head` and name its address, or run with cluster.address not set",
+                mend="start one with `ray start --head` and name its address, or run with cluster.address not set; "
+                "where a cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
             ) from error
         return Session(False, [f"attached to the Ray cluster at {address}: cluster.address"])
     own = os.cpu_count() or 1

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,31 @@ def show_on_stderr(line: str) -> None:
 
 
 @dataclass
+class Restarts:
+    """How often lost processes of a run may still be started again; the limit is in `settings`."""
+
+    settings: SupervisionSettings
+    spent: int = 0
+
+    def spend(self, loss: WorkerLost) -> int:
+        """Count one; returns how many are left.
+
+        Raises:
+            WorkerLost: none was left.
+        """
+        limit = self.settings.restarts
+        if self.spent >= limit:
+            loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
+            raise loss
+        self.spent += 1
+        return limit - self.spent
+
+
+RESTARTS: ContextVar[Restarts | None] = ContextVar("restarts", default=None)
+"""Those of the run, which count on when it goes on from a checkpoint with processes that are all new."""
+
+
+@dataclass
 class _Watched:
     handle: WorkerHandle
     pending: Any = None
@@ -76,7 +102,7 @@ class Supervisor:
     def __init__(self, settings: SupervisionSettings, notice: Callable[[str], None] = show_on_stderr) -> None:
         self.settings = settings
         self._notice = notice
-        self._left = settings.restarts
+        self._restarts = RESTARTS.get() or Restarts(settings)
         self._guard = threading.Lock()
         self._watched: dict[int, _Watched] = {}
         self._stop = threading.Event()
@@ -100,12 +126,7 @@ class Supervisor:
             WorkerLost: none was left.
         """
         with self._guard:
-            if self._left <= 0:
-                limit = self.settings.restarts
-                loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
-                raise loss
-            self._left -= 1
-            return self._left
+            return self._restarts.spend(loss)
 
     def close(self) -> None:
         """Ask nobody any more."""

@@ -41,6 +41,8 @@ class TrainerPlacement(StrictModel):
                 f"ranks ({self.ranks}) cannot be divided by tensor x context x replicas "
                 f"({self.tensor} x {self.context} x {self.replicas})"
             )
+        if self.ranks == 1 and (self.backend != "auto" or self.offload):
+            raise ValueError("backend and offload have no effect while ranks is 1")
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence has no effect while tensor is 1")
         if self.backend == "ddp" and (self.replicas > 1 or self.offload):
@@ -71,6 +73,15 @@ class PublishingSettings(StrictModel):
     folder: str | None = None
     """Folder for `disk`; below the run's own when not set. All nodes must see it."""
 
+    @model_validator(mode="after")
+    def _of_the_transport(self) -> Self:
+        if self.folder is not None and self.transport != "disk":
+            raise ValueError(f"folder has no effect with transport {self.transport}; it is of disk")
+        unused = self.transport in ("shared", "disk", "delta")
+        if unused and self.bucket_mb != type(self).model_fields["bucket_mb"].default:
+            raise ValueError(f"bucket_mb has no effect with transport {self.transport}; it is of ipc and broadcast")
+        return self
+
 
 class SupervisionSettings(StrictModel):
     """`cluster.supervision:` when a process counts as lost, and what then happens."""
@@ -78,12 +89,21 @@ class SupervisionSettings(StrictModel):
     heartbeat: PositiveFloat = 2.0
     """Seconds between two signs of life that are asked of each process."""
     timeout: PositiveFloat = 8.0
-    """Seconds without one after which a process counts as lost."""
+    """Seconds without one after which a process counts as lost; more than `heartbeat`."""
     wait: PositiveFloat = 1800.0
     """Most seconds that anything may take that is asked of a process; the error names who is missing."""
     restarts: NonNegativeInt = 3
     """How often lost processes are started again in one run. Engines get the weights anew and are proved; after the
     loss of a trainer rank the run goes on from its last checkpoint."""
+
+    @model_validator(mode="after")
+    def _asked_in_time(self) -> Self:
+        if self.timeout <= self.heartbeat:
+            raise ValueError(
+                f"timeout ({self.timeout:g}) must be more than heartbeat ({self.heartbeat:g}): no process gives a sign "
+                "of life before it is asked for one"
+            )
+        return self
 
 
 class ClusterSettings(StrictModel):

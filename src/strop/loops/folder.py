@@ -12,7 +12,7 @@ from strop.config import Config
 from strop.config.loading import config_hash, differences, load_config, resolved_yaml
 from strop.errors import UserError
 from strop.loops.assembly import Roles
-from strop.loops.lineage import Inputs, inputs_of, other_models, same_models
+from strop.loops.lineage import Inputs, inputs_of, other_models, run_name, same_models
 from strop.loops.prepare import Prepared
 from strop.tracking.display import Display
 from strop.tracking.episodes import drop_episodes_after
@@ -93,11 +93,6 @@ def open_folder(prepared: Prepared, roles: Roles, display: Display, *, fresh: bo
     except BaseException as error:
         close_after(directory, error)
         raise
-
-
-def run_name(config: Config, recipe: str | None) -> str:
-    """`run.name`, else the recipe's file name, else "run"."""
-    return config.run.name or (Path(recipe).stem if recipe else "run")
 
 
 def check_same(run: Path, config: Config, inputs: Inputs) -> None:

@@ -22,6 +22,7 @@ from strop.config.sandbox import SandboxSettings
 from strop.config.training import CriticSettings, OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.selection import metric_problems
+from strop.loops.spread import idle_in_cluster
 from strop.rewards.checks import is_isolated
 
 
@@ -40,6 +41,7 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield from _idle_beside_examples(config)
     if config.offline is not None:
         yield from _idle_beside_rollouts(config)
+    yield from idle_in_cluster(config)
     yield from _idle_evaluation(config)
     yield from _idle_curriculum(config)
     yield from metric_problems(config)

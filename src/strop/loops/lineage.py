@@ -1,4 +1,4 @@
-"""Which models a run begins with and asks, and which runs made them."""
+"""What a run is called, which models it begins with and asks, and which runs made them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from strop.tracking.run_directory import read_manifest
 Inputs = dict[str, dict[str, str]]
 """By the key that names the model: `path` as the recipe has it, `folder` that it means now, `fingerprint` of its
 contents, and of a model that strop trained `run` (the run's id) and `checkpoint`."""
+
+
+def run_name(config: Config, recipe: str | None) -> str:
+    """`run.name`, else the recipe's file name, else "run"."""
+    return config.run.name or (Path(recipe).stem if recipe else "run")
 
 
 def inputs_of(config: Config) -> Inputs:

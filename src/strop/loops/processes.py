@@ -20,16 +20,17 @@ from strop.cluster.placement import Placement, asks, place
 from strop.cluster.remote_engine import RemoteEngine
 from strop.cluster.router import EngineRouter
 from strop.cluster.session import Session, open_session
-from strop.cluster.supervision import Supervisor, WorkerLost
+from strop.cluster.supervision import Supervisor, WorkerLost, show_on_stderr
 from strop.config.cluster import ClusterSettings
 from strop.config.training import OptimizerSettings
-from strop.errors import ConfigError, UserError
+from strop.errors import RunFailure
 from strop.loops import assembly
 from strop.loops.critic import Critic, SharedCritic
 from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.rank_host import Facts, Task
 from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
+from strop.loops.spread import colocated
 from strop.models.load import Loaded
 from strop.publishing.manifest import Fault, Manifest
 from strop.publishing.publisher import Publisher
@@ -95,8 +96,8 @@ class Processes:
         settings = config.cluster
         sampled = config.supervised is None
         check_ranks(config)
-        colocated = sampled and _colocated(settings)
-        engines = settings.engines.count if sampled and not colocated else 0
+        together = sampled and colocated(settings)
+        engines = settings.engines.count if sampled and not together else 0
         count = settings.trainer.ranks + engines
         session = open_session(settings.address, cpus=count)
         supervisor = Supervisor(settings.supervision)
@@ -108,7 +109,7 @@ class Processes:
         try:
             placement = await place(wanted, wait=settings.supervision.wait)
             self = cls(prepared, session, supervisor, placement, logs)
-            await self._start(scalar=scalar, colocated=colocated, engines=engines)
+            await self._start(scalar=scalar, together=together, engines=engines)
         except BaseException:
             if self is None:
                 await asyncio.to_thread(_end, supervisor, placement, session, logs)
@@ -186,10 +187,13 @@ class Processes:
 
     # What the parts stand on.
 
-    async def _start(self, *, scalar: bool, colocated: bool, engines: int) -> None:
+    async def _start(self, *, scalar: bool, together: bool, engines: int) -> None:
         config = self._prepared.config
         name = config.run.name or self._prepared.config.model.path or "run"
-        start = partial(WorkerGroup.start, supervisor=self._supervisor, run=Path(name).name, logs=self._logs)
+        threads = None if config.hardware.threads == "auto" else config.hardware.threads
+        start = partial(
+            WorkerGroup.start, supervisor=self._supervisor, run=Path(name).name, logs=self._logs, threads=threads
+        )
         self.trainers = await start(self._placement.roles["trainer"])
         task = Task(
             config,
@@ -198,7 +202,7 @@ class Processes:
             scalar,
             getattr(self._prepared, "algorithm", None),
         )
-        making = [self.trainers.make(f"{HOST}:make_rank", task=task, colocated=colocated)]
+        making = [self.trainers.make(f"{HOST}:make_rank", task=task, colocated=together)]
         if engines:
             self.engines = await start(self._placement.roles["engine"])
             making += [
@@ -221,7 +225,7 @@ class Processes:
         )
         self.roles = RemoteRoles(loaded, facts)
         where = [] if self.engines is None else ["weights move by " + ": ".join(self._transport())]
-        if colocated:
+        if together:
             where = ["the engine samples with the trainer's own weights"]
         self.processes = [
             {"role": worker.role, "rank": worker.rank, "host": worker.host, "pid": worker.pid}
@@ -232,6 +236,11 @@ class Processes:
 
     def _groups(self) -> list[WorkerGroup]:
         return [group for group in (getattr(self, "trainers", None), self.engines) if group is not None]
+
+    def loss(self) -> WorkerLost | None:
+        """The process that was lost first; None while all are there."""
+        found = [worker.lost for group in self._groups() for worker in group.workers if worker.lost is not None]
+        return min(found, key=lambda loss: loss.at, default=None)
 
     def _transport(self) -> tuple[str, str]:
         assert self.engines is not None
@@ -251,7 +260,9 @@ class Processes:
         async def remake(worker: WorkerHandle) -> None:
             await worker.make(f"{HOST}:make_engine_process", task=self._engine_task, index=index)
 
-        return RemoteEngine(await self.engines.restart(index, remake), "engine")
+        worker = await self.engines.restart(index, remake)
+        show_on_stderr(f"{loss.what}\n  it was started again, and gets the weights anew")
+        return RemoteEngine(worker, "engine")
 
     async def _reload(self, index: int, engine: Engine) -> None:
         """Give a new engine the weights that the others serve; all are proved again."""
@@ -273,7 +284,7 @@ class RemotePublisher:
         """Make every engine serve `version`; returns metrics.
 
         Raises:
-            RunFailure: an engine does not hold or serve the weights.
+            RunFailure: an engine does not hold or serve the weights. WorkerLost: a process was lost over it.
         """
         processes = self._processes
         if processes.engines is None:
@@ -295,9 +306,15 @@ class RemotePublisher:
         assert processes.engines is not None
         assert self._version is not None
         engines = {str(worker.rank): _EngineSide(worker) for worker in processes.engines.workers}
-        return await self._publisher.publish(
-            _TrainerSide(processes.trainers), engines, version=self._version, whole=whole
-        )
+        try:
+            return await self._publisher.publish(
+                _TrainerSide(processes.trainers), engines, version=self._version, whole=whole
+            )
+        except RunFailure as failure:
+            # What a loss left half done is not mended here: the run goes on from its last checkpoint.
+            if loss := processes.loss():
+                raise loss from failure
+            raise
 
 
 class _TrainerSide:
@@ -339,36 +356,6 @@ class _EngineSide:
 
     async def resume(self) -> None:
         await self._worker.call("side.resume")
-
-
-def _colocated(settings: ClusterSettings) -> bool:
-    one = settings.trainer.ranks == 1 and settings.engines.count == 1
-    moves = settings.publishing.transport not in ("auto", "shared")
-    if settings.engines.placement == "colocated":
-        if not one or moves:
-            what = "a transport" if one else "several trainer ranks or engines"
-            raise ConfigError(
-                [
-                    UserError(
-                        f"a colocated engine samples with the weights of the only trainer rank, and there is {what}",
-                        where="cluster.engines.placement",
-                        mend="set it to separate, or leave it on auto",
-                    )
-                ]
-            )
-        return True
-    chosen = settings.engines.placement == "auto" and one and not moves
-    if settings.publishing.transport == "shared" and not chosen:
-        raise ConfigError(
-            [
-                UserError(
-                    "weights cannot be shared between processes",
-                    where="cluster.publishing.transport",
-                    mend="leave it on auto, or set engines and ranks to 1 and placement to colocated",
-                )
-            ]
-        )
-    return chosen
 
 
 def _made(folder: Path) -> Path:

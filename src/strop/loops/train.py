@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 from strop.config import Config
 from strop.config.pipeline import PipelineConfig
-from strop.errors import UserError
+from strop.errors import RunFailure, UserError
 from strop.loops.event_loop import run_to_end
+from strop.loops.lineage import run_name
 from strop.loops.online import TrainingSummary, train_online
 from strop.loops.supervised import train_supervised
+from strop.tracking.run_directory import RunDirectory
 
 if TYPE_CHECKING:
+    from strop.cluster.supervision import WorkerLost
     from strop.loops.pipeline import PipelineSummary
 
 
@@ -65,20 +68,33 @@ def train_run(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSum
 
 async def _whatever_is_lost(loop: Any, config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
     """Go on from the last checkpoint when a process is lost, `cluster.supervision.restarts` times."""
-    from strop.cluster.supervision import WorkerLost, show_on_stderr
+    from strop.cluster.supervision import RESTARTS, Restarts, show_on_stderr
 
-    left = config.cluster.supervision.restarts
+    restarts = Restarts(config.cluster.supervision)
+    RESTARTS.set(restarts)
+    folder, name = config.run.folder, run_name(config, recipe)
+    newest = RunDirectory.latest(folder, name)
     while True:
         try:
             summary: TrainingSummary = await loop(config, fresh=fresh, recipe=recipe)
             return summary
-        except WorkerLost as loss:
-            if left <= 0:
+        except RunFailure as failure:
+            loss = _loss_behind(failure)
+            if loss is None:
                 raise
-            left -= 1
-            # The run that was lost is the newest one of its name.
-            fresh = False
+            left = restarts.spend(loss)
+            # What was lost before it had a folder is not what is there under its name.
+            fresh = fresh and RunDirectory.latest(folder, name) == newest
             show_on_stderr(f"{loss.what}\n  going on from the last checkpoint; {left} more such losses are mended")
+
+
+def _loss_behind(failure: BaseException | None) -> WorkerLost | None:
+    """The loss of a process; who was waiting for it may have said what could not be done without it."""
+    from strop.cluster.supervision import WorkerLost
+
+    while failure is not None and not isinstance(failure, WorkerLost):
+        failure = failure.__cause__
+    return failure
 
 
 __all__ = ["TrainingSummary", "train", "train_run"]

@@ -1,0 +1,63 @@
+"""Where the engines of a recipe are, and what of `cluster:` would have no effect there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from strop.config import Config
+from strop.config.cluster import ClusterSettings, PublishingSettings
+from strop.errors import ConfigError, UserError
+
+
+def colocated(settings: ClusterSettings) -> bool:
+    """Whether the engine is in the process of the only trainer rank and samples with its weights.
+
+    Raises:
+        ConfigError: placement, transport and numbers do not go together.
+    """
+    one = settings.trainer.ranks == 1 and settings.engines.count == 1
+    moves = settings.publishing.transport not in ("auto", "shared")
+    if settings.engines.placement == "colocated":
+        if not one or moves:
+            what = "a transport" if one else "several trainer ranks or engines"
+            raise _refused(
+                f"a colocated engine samples with the weights of the only trainer rank, and there is {what}",
+                where="cluster.engines.placement",
+                mend="set it to separate, or leave it on auto",
+            )
+        return True
+    chosen = settings.engines.placement == "auto" and one and not moves
+    if settings.publishing.transport == "shared" and not chosen:
+        raise _refused(
+            "weights cannot be shared between processes",
+            where="cluster.publishing.transport",
+            mend="leave it on auto, or set engines and ranks to 1 and placement to colocated",
+        )
+    return chosen
+
+
+def idle_in_cluster(config: Config) -> Iterator[UserError]:
+    """Settings of engines where there are none, and of moving weights where they are not moved."""
+    settings = config.cluster
+    if settings.kind == "local":  # its own validation has looked
+        return
+    if config.supervised is not None:
+        for name in ("engines", "publishing"):
+            given = getattr(settings, name)
+            for key, field in type(given).model_fields.items():
+                if getattr(given, key) != field.default:
+                    yield _idle(f"cluster.{name}.{key}", "with `supervised`: nothing is sampled")
+    elif settings.publishing.bucket_mb != PublishingSettings().bucket_mb and colocated(settings):
+        why = "with a colocated engine, to which nothing is moved"
+        yield _idle("cluster.publishing.bucket_mb", why, "set cluster.engines.placement to separate")
+
+
+def _idle(key: str, why: str, mend: str = "") -> UserError:
+    return UserError(f"`{key}` has no effect {why}", where=key, mend=mend or "remove the line")
+
+
+def _refused(what: str, *, where: str, mend: str) -> ConfigError:
+    return ConfigError([UserError(what, where=where, mend=mend)])
+
+
+__all__ = ["colocated", "idle_in_cluster"]
