@@ -28,7 +28,7 @@ from strop.rollout.engine import EngineStats, SampleRequest, SampleResult, Weigh
 
 CHARACTERS = string.digits + string.ascii_letters + " ,.+-*/=()"
 PROMPT = 32
-PARTS = ("whole", "collect", "build_batch", "update", "publish", "look", "record", "evaluate_and_save")
+PARTS = ("whole", "collect", "build_batch", "update", "publish", "look", "record", "evaluate_and_save", "cpu")
 
 
 class IdleEngine:
@@ -192,7 +192,7 @@ async def timed(seconds: dict[str, float], part: str) -> AsyncIterator[None]:
 
 
 async def steps(config: Any, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of each part of each step that is measured."""
+    """Seconds of each part of each step that is measured, and of this process's cores in it ("cpu")."""
     from strop.loops.online import open_run
 
     run.find_place = find_idle_place
@@ -205,6 +205,7 @@ async def steps(config: Any, job: dict[str, Any]) -> dict[str, list[float]]:
             if measured and job["profile"]:
                 profile.enable()
             seconds: dict[str, float] = {}
+            busy = time.process_time()
             async with timed(seconds, "whole"):
                 async with timed(seconds, "collect"):
                     groups = await going.collect()
@@ -221,6 +222,7 @@ async def steps(config: Any, job: dict[str, Any]) -> dict[str, list[float]]:
                     going.record(groups, batch, stats)
                 async with timed(seconds, "evaluate_and_save"):
                     await going.evaluate_and_save_if_due()
+            seconds["cpu"] = time.process_time() - busy
             profile.disable()
             if measured:
                 for part in PARTS:
