@@ -34,9 +34,9 @@ def module(name: str) -> ModuleType:
     return import_module(name)
 
 
-def smoke(name: str, out: Path) -> dict[str, Any]:
+def smoke(name: str, out: Path, *options: str) -> dict[str, Any]:
     """Numbers of a smoke run, as its file has them."""
-    module(name).main(["--smoke", "--threads=1", f"--out={out}"])
+    module(name).main(["--smoke", "--threads=1", f"--out={out}", *options])
     result: dict[str, Any] = json.loads(out.read_text())
     assert result["benchmark"] == name
     assert result["smoke"] is True
@@ -106,6 +106,19 @@ def test_every_transport_moves_all_tensors_between_two_processes(tmp_path: Path)
     shapes = benchmark.weights(benchmark.SMOLLM2)
     assert len(shapes) == 272
     assert sum(map(math.prod, shapes.values())) == 134_515_008
+
+
+@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_the_loop_alone_is_timed_part_by_part(kind: str, tmp_path: Path) -> None:
+    numbers = smoke("driver_overhead", tmp_path / "r.json", "--kinds", kind)
+    assert set(numbers["cases"]) == {f"{kind}, with episodes", f"{kind}, without episodes"}
+    for case in numbers["cases"].values():
+        [steps] = case["whole"]
+        assert len(steps) == numbers["sizes"]["steps"]
+        whole, cpu = (case["milliseconds"].pop(name) for name in ("whole", "cpu"))
+        assert cpu > 0
+        assert all(0 <= part < whole for part in case["milliseconds"].values())
+        assert {"collect", "build_batch", "update", "look", "record"} <= set(case["milliseconds"])
 
 
 def test_packing_computes_what_padding_does(tmp_path: Path) -> None:

@@ -31,15 +31,18 @@ class Ragged:
     lengths: np.ndarray
 
     @classmethod
-    def of(cls, lists: Sequence[Sequence[float]], dtype: Any) -> Ragged:
-        lengths = np.fromiter(map(len, lists), dtype=np.int32, count=len(lists))
-        flat = np.fromiter((item for one in lists for item in one), dtype=dtype, count=int(lengths.sum()))
-        return cls(flat, lengths)
+    def of(cls, parts: Sequence[Sequence[float] | np.ndarray], dtype: Any) -> Ragged:
+        lengths = np.fromiter(map(len, parts), dtype=np.int32, count=len(parts))
+        return cls(np.concatenate([np.zeros(0, dtype), *(np.asarray(one, dtype) for one in parts)]), lengths)
+
+    def arrays(self) -> list[np.ndarray]:
+        """Each part again, a view."""
+        ends = np.cumsum(self.lengths).tolist()
+        return [self.flat[end - length : end] for end, length in zip(ends, self.lengths.tolist(), strict=True)]
 
     def lists(self) -> list[list[Any]]:
-        """As Python lists again."""
-        ends = np.cumsum(self.lengths)
-        return [self.flat[end - length : end].tolist() for end, length in zip(ends, self.lengths, strict=True)]
+        """Each part again, as a Python list."""
+        return [one.tolist() for one in self.arrays()]
 
 
 @dataclass
@@ -114,8 +117,8 @@ class Results:
 
     def numbered(self) -> list[tuple[int, SampleResult]]:
         """The results again, each with the number of its request."""
-        lists = (self.tokens.lists(), self.logprobs.lists(), self.versions.lists())
-        rows = zip(self.ids.tolist(), *lists, self.finish, strict=True)
+        arrays = (self.tokens.arrays(), self.logprobs.arrays(), self.versions.arrays())
+        rows = zip(self.ids.tolist(), *arrays, self.finish.tolist(), strict=True)
         return [(number, SampleResult(t, p, v, FINISHES[f])) for number, t, p, v, f in rows]  # type: ignore[arg-type]
 
     def failed(self) -> list[tuple[int, StropError]]:

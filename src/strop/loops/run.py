@@ -28,7 +28,7 @@ from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.tracking.display import Display, StepView
-from strop.tracking.episodes import EpisodeRecord, beside, episodes_file, write_episodes
+from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
 
 CURRICULUM = "curriculum.safetensors"
@@ -66,6 +66,7 @@ class Run(BaseRun):
         )
         self._texts = PromptTexts(prepared.train)
         self._watch = Watch(prepared, self._texts, display, opened.directory)
+        self._files = EpisodeWriter()
         self._seen: dict[str, float] = {}
         self._trained: list[tuple[Episode, TokenStream]] = []
         self._left_out: list[Episode] = []
@@ -179,8 +180,11 @@ class Run(BaseRun):
     def record(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
         """Write the step's metrics and episodes, and show them; returns all metrics.
 
+        The file of the episodes is there a moment later, and at the latest when a checkpoint is.
+
         Raises:
-            RunFailure: an alarm was raised, and `alarms.action` is `stop`.
+            RunFailure: an alarm was raised, and `alarms.action` is `stop`. OSError: the episodes of this step or the
+                one before cannot be written.
         """
         metrics = self.step_metrics(groups, batch, stats) | self._seen
         self._tokens["sampled"] += int(metrics.get("tokens/sampled", 0))
@@ -188,9 +192,9 @@ class Run(BaseRun):
         every = self.config.tracking.episodes_every
         if every and self.step % every == 0:
             path = episodes_file(self.directory.episodes_folder, self.step)
-            write_episodes(path, self.step_records(batch))
+            self._files.write(path, self.step_records(batch))
             if others := records_beside(self.collector.baselines, self.collector.discarded, self._texts):
-                write_episodes(beside(path), others)
+                self._files.write(beside(path), others)
         self.metrics.log(self.step, metrics)
         sample = sample_of(groups, self._texts, self.step)
         self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
@@ -236,7 +240,10 @@ class Run(BaseRun):
             if scorer is not None:
                 await scorer.close()
         await self._watch.close()
-        await super().close(error)
+        unwritten = self._files.close()
+        await super().close(error or unwritten)
+        if error is None and unwritten is not None:
+            raise unwritten
 
     # What the verbs stand on.
 
@@ -300,6 +307,11 @@ class Run(BaseRun):
 
         await self.place.aside(take_back)
         await self.publish()
+
+    def _save(self) -> Path:
+        # Whoever goes on from a checkpoint finds the episodes of all steps before it.
+        self._files.wait()
+        return super()._save()
 
     def _state(self, folder: Path) -> dict[str, Any]:
         if self.stream.curriculum is not None:

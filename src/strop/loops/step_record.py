@@ -60,15 +60,12 @@ def episode_records(
         streams: what was trained. batch: made of them, with advantages and the trainer's log-probabilities.
         failed: episodes that were left out.
     """
-    records = []
-    edges = [0] if batch is None else np.concatenate([[0], np.cumsum(batch.lengths().numpy())])
-    for number, (episode, stream) in enumerate(streams):
-        record = _record(episode, stream, prompts)
-        if batch is not None and batch.advantages is not None:
-            span = slice(int(edges[number]), int(edges[number + 1]))
-            record.advantages = batch.advantages[span].numpy()
-            record.trainer_logprobs = batch.extra["logprobs"][span].numpy()
-        records.append(record)
+    records = [_record(episode, stream, prompts) for episode, stream in streams]
+    if batch is not None and batch.advantages is not None:
+        edges = np.cumsum(batch.lengths().numpy())[:-1]
+        advantages, logprobs = (np.split(one.numpy(), edges) for one in (batch.advantages, batch.extra["logprobs"]))
+        for record, advantage, logprob in zip(records, advantages, logprobs, strict=True):
+            record.advantages, record.trainer_logprobs = advantage, logprob
     records += [_record(episode, stream, prompts) for episode in failed for stream in episode.streams()]
     return records
 

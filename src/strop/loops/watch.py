@@ -152,7 +152,6 @@ class Watch:
 
 def outcome_of(episode: Episode, texts: PromptTexts, by_name: Mapping[str, VerifierSettings]) -> Outcome:
     """A scored episode as the alarms see it. by_name: the verifiers."""
-    tokens = episode.sampled_ids()
     worth = {
         name: verifier.weight * held(episode.components[name], verifier.clip)
         for name, verifier in by_name.items()
@@ -163,7 +162,7 @@ def outcome_of(episode: Episode, texts: PromptTexts, by_name: Mapping[str, Verif
         sample=episode.sample,
         prompt_id=episode.prompt_id,
         text=episode.completion,
-        tokens=tokens,
+        tokens=episode.sampled_ids(),
         reward=episode.reward,
         answer=texts.answer(episode),
         correct=episode.correct,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ class Slots:
 
 
 async def call(function: Callable[[], T], *, name: str, timeout: float | None = None) -> T:
-    """Run a function in a daemon thread of its own.
+    """Run a function in a daemon thread that does nothing else meanwhile.
 
     Raises:
         Abandoned: it took longer than `timeout` seconds. A thread cannot be killed, so it goes on; being a daemon, it
@@ -38,7 +40,11 @@ async def call(function: Callable[[], T], *, name: str, timeout: float | None = 
         Whatever the function raised, `SystemExit` included.
     """
     running = _Call(function, asyncio.get_running_loop())
-    threading.Thread(target=running.run, name=f"strop-{name}", daemon=True).start()
+    try:
+        thread = _idle.pop()
+    except IndexError:
+        thread = _Thread()
+    thread.run(running, f"strop-{name}")
     await asyncio.wait([running.finished], timeout=timeout)
     # The call itself is asked, not the clock: a loop that was busy elsewhere sees both at once.
     if not running.done:
@@ -78,3 +84,29 @@ class _Call(Generic[T]):
     def _announce(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
+
+
+class _Thread:
+    """A thread for one call after another: starting one takes longer than many a verifier."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[_Call[Any], str]] = SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def run(self, call: _Call[Any], name: str) -> None:
+        self._calls.put((call, name))
+
+    def _work(self) -> None:
+        while True:
+            call, threading.current_thread().name = self._calls.get()
+            call.run()
+            # What was asked and answered is not to live until the next call.
+            del call
+            _idle.append(self)
+
+
+_idle: list[_Thread] = []
+"""Threads whose call has ended; one that is abandoned comes back when it ends after all."""
+# A child process has none of its parent's threads.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from strop.config.rewards import RewardSettings, VerifierSettings
 from strop.errors import RunFailure, StropError
@@ -43,6 +44,8 @@ class CompositeScorer:
         self.settings = settings
         self._needs = settings.needs()
         self._slots = Slots(settings.workers)
+        # Looked up once: asking whether something fits a protocol takes longer than many a verifier.
+        self._waited_for = {one.name: one for one in self.verifiers if isinstance(one, AsyncVerifier)}
 
     async def score(self, completed: Sequence[Completed]) -> list[Reward]:
         """One reward for each completion, in order; see `combine` for the sum.
@@ -129,11 +132,12 @@ class CompositeScorer:
         self, verifier: Verifier | AsyncVerifier, settings: VerifierSettings, completed: list[Completed]
     ) -> list[Verdict]:
         try:
-            if isinstance(verifier, AsyncVerifier):
-                return _checked(verifier, await verifier.ask(completed), len(completed))
+            if (waited_for := self._waited_for.get(verifier.name)) is not None:
+                return _checked(verifier, await waited_for.ask(completed), len(completed))
+            verify = cast(Verifier, verifier).verify
             async with self._slots.here():
                 verdicts = await call(
-                    lambda: list(verifier.verify(completed)),
+                    lambda: list(verify(completed)),
                     name=f"verifier-{verifier.name}",
                     timeout=timeout_of(settings, self.settings),
                 )

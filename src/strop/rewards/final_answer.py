@@ -46,6 +46,8 @@ MANY = 20
 
 def boxed(text: str) -> list[str]:
     """What stands in each `\\boxed{}`, in order; of boxes within boxes the outermost, unless it is not closed."""
+    if "boxed" not in text and "fbox" not in text:
+        return []
     opened: list[tuple[int, int] | None] = []
     found: list[tuple[int, int, str]] = []
     for piece in _BOX.finditer(text):
@@ -68,6 +70,8 @@ def boxed(text: str) -> list[str]:
 
 def stated(text: str) -> list[str]:
     """What follows the last `MANY` of "the answer is", "Answer:" and "####", in order."""
+    if "####" not in text and "answer" not in text.casefold():
+        return []
     ends = deque((mark.end() for mark in _MARK.finditer(text)), maxlen=MANY)
     found = [_after_mark(text[end : end + _AFTER_MARK]) for end in ends]
     return [answer for answer in found if answer]

@@ -40,12 +40,20 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What was sampled: one log-probability (at the sampling temperature) and weight version for each token."""
+    """What was sampled: one log-probability (at the sampling temperature) and weight version for each token.
 
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    tokens, logprobs, versions: [n], flat arrays (integers, float32, int32) where there are many, or plain sequences.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    logprobs: Sequence[float] | np.ndarray
+    versions: Sequence[int] | np.ndarray
     finish: FinishReason
+
+    def plain(self) -> SampleResult:
+        """The same in lists of Python's own numbers."""
+        tokens, logprobs, versions = (np.asarray(one).tolist() for one in (self.tokens, self.logprobs, self.versions))
+        return SampleResult(tokens, logprobs, versions, self.finish)
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,9 @@ class Episode:
 
     def append_sampled(
         self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
+        logprobs: Sequence[float] | np.ndarray,
+        versions: Sequence[int] | np.ndarray,
         *,
         parent: TurnId,
         finish: str,
@@ -146,13 +146,16 @@ class Episode:
                 f"{len(tokens)} sampled tokens need as many log-probabilities and versions, "
                 f"got {len(logprobs)} and {len(versions)}"
             )
-        for position, (logprob, version) in enumerate(zip(logprobs, versions, strict=True)):
-            # A hair above 0 is rounding of log-sum-exp; anything more is a log-probability of something else.
-            if logprob is None or not -math.inf < logprob <= 1e-4:
-                raise ValueError(f"sampled token {position} has log-probability {logprob}")
-            if version < 0:
-                raise ValueError(f"sampled token {position} has weight version {version}")
-        return self._append("assistant", tokens, logprobs, versions, parent, finish)
+        # None becomes NaN, which is in no range. A hair above 0 is rounding of log-sum-exp; anything more is a
+        # log-probability of something else.
+        numbers, served = np.asarray(logprobs, dtype=np.float32), np.asarray(versions, dtype=np.int32)
+        if not (sound := (numbers > -np.inf) & (numbers <= 1e-4)).all():
+            position = int(np.argmin(sound))
+            raise ValueError(f"sampled token {position} has log-probability {logprobs[position]}")
+        if (served < 0).any():
+            position = int(np.argmax(served < 0))
+            raise ValueError(f"sampled token {position} has weight version {versions[position]}")
+        return self._append("assistant", tokens, numbers, served, parent, finish)
 
     def append_recorded(
         self, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int, *, parent: TurnId, finish: str
@@ -199,9 +202,10 @@ class Episode:
         tokens: list[int] = np.concatenate([self.turns[turn].tokens for turn in self._path(leaf)]).tolist()
         return tokens
 
-    def sampled_ids(self) -> list[int]:
-        """Token ids of all sampled turns, in order."""
-        return [token for turn in self.turns if turn.sampled for token in turn.tokens.tolist()]
+    def sampled_ids(self) -> np.ndarray:
+        """Token ids of all sampled turns, in order: int64, not to be written to."""
+        found = [turn.tokens for turn in self.turns if turn.sampled]
+        return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
     def sampled_tokens(self) -> int:
         """How many tokens the policy sampled in the whole tree."""
@@ -210,9 +214,9 @@ class Episode:
     def _append(
         self,
         role: str,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
         logprobs: Sequence[float] | np.ndarray,
-        versions: Sequence[int],
+        versions: Sequence[int] | np.ndarray,
         parent: TurnId | None,
         finish: str | None,
     ) -> TurnId:
@@ -255,22 +259,19 @@ class Episode:
             yield self._path(leaf)
 
     def _stream(self, path: tuple[TurnId, ...], taken: set[int]) -> TokenStream:
-        tokens, mask, logprobs, versions = [], [], [], []
+        tokens = np.concatenate([self.turns[turn].tokens for turn in path])
+        mask = np.zeros(len(tokens), dtype=np.bool_)
+        logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
+        versions = np.full(len(tokens), -1, dtype=np.int32)
+        end = 0
         for turn_id in path:
             turn = self.turns[turn_id]
-            trained = turn.sampled and id(turn) not in taken
-            size = len(turn.tokens)
-            tokens.append(turn.tokens)
-            mask.append(np.full(size, trained))
-            logprobs.append(turn.logprobs if trained else np.full(size, np.nan, dtype=np.float32))
-            versions.append(turn.versions if trained else np.full(size, -1, dtype=np.int32))
-        return TokenStream(
-            tokens=np.concatenate(tokens),
-            loss_mask=np.concatenate(mask),
-            logprobs=np.concatenate(logprobs),
-            versions=np.concatenate(versions),
-            turns=path,
-        )
+            start, end = end, end + len(turn.tokens)
+            if turn.sampled and id(turn) not in taken:
+                mask[start:end] = True
+                logprobs[start:end] = turn.logprobs
+                versions[start:end] = turn.versions
+        return TokenStream(tokens, mask, logprobs, versions, path)
 
 
 @dataclass

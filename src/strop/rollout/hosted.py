@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from strop.environments import checks
 from strop.environments.driven import Driven, Driver, Path, Sampled
 from strop.rollout.calls import Raised, TooLong, result, start, stop
@@ -119,7 +121,8 @@ class Host:
                     stop=tuple(dict.fromkeys((*self._settings.stop, *stop))),
                 )
                 stream = (*self._stream, -number) if number else self._stream
-                result = await self._engine.generate(SampleRequest(given, settings, stream))
+                # What environments are given, and compared with what they say, is plain.
+                result = (await self._engine.generate(SampleRequest(given, settings, stream))).plain()
                 self._notes.append(_Note(given, result))
                 return Sampled(
                     list(result.tokens),
@@ -132,7 +135,7 @@ class Host:
             self._waiting -= 1
             self._moved.set()
 
-    def _text(self, tokens: Sequence[int]) -> str:
+    def _text(self, tokens: Sequence[int] | np.ndarray) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _room(self, given: int) -> int:

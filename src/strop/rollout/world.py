@@ -176,7 +176,8 @@ class Speaker:
         turn = episode.append_sampled(
             result.tokens, result.logprobs, result.versions, parent=parent, finish=result.finish
         )
-        episode.completion = self.tokenizer.decode(result.tokens, skip_special_tokens=True)
+        # As an array: of a list, transformers looks at each number first.
+        episode.completion = self.tokenizer.decode(episode.turns[turn].tokens, skip_special_tokens=True)
         return turn, result.finish
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,38 @@ def write_episodes(path: Path, records: Sequence[EpisodeRecord]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         parquet.write_table(table, temporary, compression="zstd", compression_level=1)
+
+
+class EpisodeWriter:
+    """Writes files of episodes in a thread, one after the other and one at a time, while the run goes on."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="strop-episodes")
+        self._last: Future[None] | None = None
+
+    def write(self, path: Path, records: Sequence[EpisodeRecord]) -> None:
+        """Begin to write, as `write_episodes` does, when the file before is there. Nobody may change the records.
+
+        Raises:
+            ValueError, OSError: the file before could not be written.
+        """
+        self.wait()
+        self._last = self._thread.submit(write_episodes, path, records)
+
+    def wait(self) -> None:
+        """Wait until all that was given is on the disk.
+
+        Raises:
+            ValueError, OSError: it could not be written.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def close(self) -> Exception | None:
+        """Write what there is and end the thread; returns why it could not be written."""
+        self._thread.shutdown()
+        return None if self._last is None else self._last.exception()  # type: ignore[return-value]
 
 
 def read_episodes(path: Path) -> list[EpisodeRecord]:

@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -18,6 +18,8 @@ GRAM = 4
 NEARLY = 0.8
 """Share of common n-grams from which two completions count as the same."""
 _FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+BLOCK = 1 << 16
+"""Columns of the table of common n-grams that are filled at a time."""
 MOST_PROMPTS = 64
 """Of more prompts the first are compared with each other."""
 
@@ -39,7 +41,7 @@ class Outcome:
     sample: int
     prompt_id: str
     text: str
-    tokens: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
     reward: float
     answer: str | None = None
     correct: bool | None = None
@@ -67,13 +69,16 @@ def rewarded(outcomes: Sequence[Outcome], lowest: float) -> list[Outcome]:
 
 def repetition(outcomes: Sequence[Outcome]) -> Found:
     """Mean share of n-grams that stood in the same completion before."""
-    return _mean(outcomes, [repeated(one.tokens) for one in outcomes])
+    ends = np.cumsum([len(one.tokens) for one in outcomes]).tolist()
+    # All at once; n-grams that reach into the next completion are left out.
+    grams = _grams(np.concatenate([np.asarray(one.tokens, dtype=np.int64) for one in outcomes]))
+    shares = [_repeats(grams[start : max(start, end - GRAM + 1)]) for start, end in pairwise([0, *ends])]
+    return _mean(outcomes, shares)
 
 
 def repeated(tokens: Sequence[int]) -> float:
     """Share of n-grams that are not the first of their kind; 0 where there is none."""
-    grams = _grams(tokens)
-    return 1 - len(np.unique(grams)) / len(grams) if len(grams) else 0.0
+    return _repeats(_grams(tokens))
 
 
 def stuffing(outcomes: Sequence[Outcome]) -> Found:
@@ -101,12 +106,12 @@ def sameness(outcomes: Sequence[Outcome]) -> Found | None:
     for one in outcomes:
         first.setdefault(one.prompt_id, one)
     compared = list(first.values())[:MOST_PROMPTS]
-    chosen = [(one, frozenset(_grams(one.tokens).tolist() or [tuple(one.tokens)])) for one in compared]
+    sizes, common = _overlaps([one.tokens for one in compared])
     pairs = [
         # |a or b| = |a| + |b| - |a and b|, and no second set.
-        (one, (common := len(a & b)) >= NEARLY * (len(a) + len(b) - common))
-        for (one, a), (other, b) in combinations(chosen, 2)
-        if one.answer is None or one.answer != other.answer
+        (compared[a], common[a][b] >= NEARLY * (sizes[a] + sizes[b] - common[a][b]))
+        for a, b in combinations(range(len(compared)), 2)
+        if compared[a].answer is None or compared[a].answer != compared[b].answer
     ]
     if not pairs:
         return None
@@ -176,12 +181,40 @@ def _listed(text: str) -> int:
     return most
 
 
-def _grams(tokens: Sequence[int]) -> np.ndarray:
-    """[n - 3] uint64, a hash of each n-gram; two that differ have the same with a probability of 2^-64 or so."""
+def _repeats(grams: np.ndarray) -> float:
+    if not len(grams):
+        return 0.0
+    ordered = np.sort(grams)
+    different = 1 + int((ordered[1:] != ordered[:-1]).sum())
+    return 1 - different / len(grams)
+
+
+def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[list[int], list[list[int]]]:
+    """Different n-grams of each completion, and those that each two have in common. A completion of fewer tokens than
+    an n-gram has is one itself."""
+    sets = [np.unique(_grams(tokens, min(GRAM, len(tokens)))) for tokens in completions]
+    kinds, which = np.unique(np.concatenate(sets), return_inverse=True)
+    owner = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
+    common = np.zeros((len(sets), len(sets)), dtype=np.int64)
+    # Most n-grams are of one completion alone, and count for no pair.
+    shared = np.flatnonzero(np.bincount(which) > 1)
+    place = np.full(len(kinds), -1)
+    place[shared] = np.arange(len(shared))
+    at = place[which]
+    for start in range(0, len(shared), BLOCK):
+        inside = (at >= start) & (at < start + BLOCK)
+        has = np.zeros((len(sets), min(BLOCK, len(shared) - start)), dtype=np.float32)
+        has[owner[inside], at[inside] - start] = 1
+        common += (has @ has.T).astype(np.int64)
+    return [len(one) for one in sets], common.tolist()
+
+
+def _grams(tokens: Sequence[int] | np.ndarray, size: int = GRAM) -> np.ndarray:
+    """[n - size + 1] uint64, a hash of each n-gram; two that differ have the same with a probability of 2^-64 or so."""
     ids = np.asarray(tokens, dtype=np.uint64)
-    found = np.zeros(max(0, len(ids) - GRAM + 1), dtype=np.uint64)
+    found = np.zeros(max(0, len(ids) - size + 1), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for at in range(GRAM):
+        for at in range(size):
             found = (found ^ (found >> np.uint64(29))) * _FACTOR + ids[at : at + len(found)] + np.uint64(1)
     return found
 
