@@ -75,6 +75,8 @@ def shut_out(verdicts: Mapping[str, Verdict], settings: RewardSettings, concerne
     Args:
         concerned: names of those that are for the row; the others shut nothing.
     """
+    if not any(verifier.gate or verifier.requires is not None for verifier in settings.verifiers):
+        return set()
     verifiers = dict(zip(verdicts, settings.verifiers, strict=True))
     needs = settings.needs()
 

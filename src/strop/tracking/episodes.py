@@ -118,7 +118,7 @@ def write_episodes(path: Path, records: Sequence[EpisodeRecord]) -> None:
     table = _table(records)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        parquet.write_table(table, temporary, compression="zstd", compression_level=1)
+        parquet.write_table(table, temporary, compression="zstd", compression_level=1, use_dictionary=_REPEATED)
 
 
 class EpisodeWriter:
@@ -180,6 +180,12 @@ def drop_episodes_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
+_REPEATED = [
+    *("prompt_id", "prompt_text", "answer", "status", "detail", "row", "components.key_value.key"),
+    *(f"{name}.list.element" for name in ("tokens", "advantages", "versions")),
+]
+"""Columns whose values come again and again. A dictionary of the others, log-probabilities above all, takes as long to
+make as everything else does, and is larger than they are."""
 _PER_TOKEN = {
     "sampler_logprobs": np.float32,
     "trainer_logprobs": np.float32,

@@ -182,29 +182,27 @@ def _listed(text: str) -> int:
 
 
 def _repeats(grams: np.ndarray) -> float:
-    if not len(grams):
-        return 0.0
+    return 1 - len(_distinct(grams)) / len(grams) if len(grams) else 0.0
+
+
+def _distinct(grams: np.ndarray) -> np.ndarray:
+    """Each n-gram once, in order: `np.unique`, which takes longer for so few."""
     ordered = np.sort(grams)
-    different = 1 + int((ordered[1:] != ordered[:-1]).sum())
-    return 1 - different / len(grams)
+    return ordered[np.concatenate([np.ones(min(1, len(ordered)), dtype=np.bool_), ordered[1:] != ordered[:-1]])]
 
 
 def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[list[int], list[list[int]]]:
     """Different n-grams of each completion, and those that each two have in common. A completion of fewer tokens than
     an n-gram has is one itself."""
-    sets = [np.unique(_grams(tokens, min(GRAM, len(tokens)))) for tokens in completions]
-    kinds, which = np.unique(np.concatenate(sets), return_inverse=True)
-    owner = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
-    common = np.zeros((len(sets), len(sets)), dtype=np.int64)
+    sets = [_distinct(_grams(tokens, min(GRAM, len(tokens)))) for tokens in completions]
+    grams = np.concatenate(sets)
     # Most n-grams are of one completion alone, and count for no pair.
-    shared = np.flatnonzero(np.bincount(which) > 1)
-    place = np.full(len(kinds), -1)
-    place[shared] = np.arange(len(shared))
-    at = place[which]
+    ordered = np.sort(grams)
+    shared = _distinct(ordered[1:][ordered[1:] == ordered[:-1]])
+    common = np.zeros((len(sets), len(sets)), dtype=np.int64)
     for start in range(0, len(shared), BLOCK):
-        inside = (at >= start) & (at < start + BLOCK)
-        has = np.zeros((len(sets), min(BLOCK, len(shared) - start)), dtype=np.float32)
-        has[owner[inside], at[inside] - start] = 1
+        block = shared[start : start + BLOCK]
+        has = np.stack([np.isin(block, one, assume_unique=True) for one in sets]).astype(np.float32)
         common += (has @ has.T).astype(np.int64)
     return [len(one) for one in sets], common.tolist()
 
