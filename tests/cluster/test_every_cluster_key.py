@@ -115,6 +115,8 @@ async def test_kind_and_placement(attached: list[str | None]) -> None:
         assert together.engines is None
         assert "the engine samples with the trainer's own weights" in together.reasons
         assert together.trainers.workers[0].pid != os.getpid()
+        # Of four CPUs; `hardware.threads` holds here too.
+        assert together.trainers._threads == 1
     assert attached == [None]
 
 
@@ -342,6 +344,20 @@ async def test_a_run_goes_on_as_often_as_is_allowed(
     with pytest.raises(WorkerLost):
         await train._whatever_is_lost(engines_lost, config, fresh=False, recipe=None)
     assert tries == restarts
+
+
+async def test_a_loss_in_a_publication_is_told_as_a_loss(attached: list[str | None]) -> None:
+    """So that the run goes on from its checkpoint, and does not end with a failed publication."""
+    async with started(config_of({"kind": "ray", "engines": {"count": 2}})) as found:
+        config = found._prepared.config
+        await found.aside(lambda: found.make_trainer(config.training.optimizer, total_updates=1, reinforcement=True))
+        publisher = found.make_publisher(found.make_engine())
+        await publisher.publish(None, version=0)
+        lost = found.engines.workers[1]
+        os.kill(lost.pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost) as caught:
+            await publisher.publish(None, version=1)
+        assert (caught.value.role, caught.value.rank, caught.value.pid) == ("engine", 1, lost.pid)
 
 
 async def test_a_fresh_run_that_is_lost_before_it_has_a_folder_is_not_the_one_before(

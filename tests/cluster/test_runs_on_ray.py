@@ -17,6 +17,8 @@ import pytest
 from strop.cluster.session import worker_environment
 from strop.tracking.episodes import read_episodes
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 RECIPES = HERE.parents[1] / "recipes"
 CPUS = 6

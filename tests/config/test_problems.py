@@ -33,7 +33,7 @@ def found(*overrides: str, data: dict[str, Any] | None = None) -> list[UserError
     ("override", "mend"),
     [
         ("run.stpes=3", "did you mean `run.steps`?"),
-        ("trainer={}", "did you mean `training`?"),
+        ("trainer={}", "did you mean `cluster.trainer`?"),
         ("rollout.groupsize=3", "did you mean `rollout.group_size`?"),
         ("learning_rate=1", "did you mean `training.optimizer.learning_rate`?"),
         ("training.learning_rate=1", "did you mean `training.optimizer.learning_rate`?"),

@@ -71,4 +71,5 @@ def packed_scores(model: nn.Module, hidden: Tensor) -> Tensor:
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     head: nn.Linear = base.score
     scores: Tensor = nn.functional.linear(hidden, head.weight, head.bias)[:, 0]
-    return scores.float()
+    # A tensor of its own, for FSDP warns of views.
+    return scores.to(torch.float32, copy=True)
