@@ -91,6 +91,15 @@ def test_the_mix_is_half_copies_a_quarter_impossible_and_held_out_sums_are_other
     assert 0.4 < len(wrong) / len(shown) < 0.5
 
 
+def test_ranks_are_compared_with_one_process(tmp_path: Path) -> None:
+    ways = smoke("ranks", tmp_path / "r.json", "--only", "ddp 2", "tensor 2, sequence")["ways"]
+    assert list(ways) == ["one, float32", "one", "ddp 2", "tensor 2, sequence"]
+    for way in ways.values():
+        assert max(way["gradient_difference"].values()) < 1e-5
+        assert way["loss"] == pytest.approx(ways["one"]["loss"], rel=1e-5)
+        assert way["seconds"] > 0
+
+
 @pytest.mark.slow
 def test_every_transport_moves_all_tensors_between_two_processes(tmp_path: Path) -> None:
     numbers = smoke("publishing", tmp_path / "r.json")
