@@ -267,6 +267,16 @@ def test_a_step_that_was_never_trained_and_a_folder_that_is_no_run() -> None:
         replay("runs", 1)
 
 
+def test_a_run_of_many_processes_is_not_replayed_in_one() -> None:
+    trained(**{"run.steps": 1})
+    path = RUN / "config.yaml"
+    text = path.read_text()
+    assert "cluster:\n  kind: local" in text
+    path.write_text(text.replace("cluster:\n  kind: local", "cluster:\n  kind: ray"))
+    with pytest.raises(UserError, match="trained by several processes"):
+        replay(RUN, 1)
+
+
 def test_learning_from_examples_has_nothing_to_replay() -> None:
     data = recipe(**{**KEPT, "supervised": {"method": "sft", "batch_size": 4}})
     del data["rewards"], data["rollout"]

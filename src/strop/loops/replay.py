@@ -80,6 +80,12 @@ def replay(folder: str | Path, step: int) -> Replay:
     config = load_config(run / "config.yaml")
     # Nothing is tracked here, and what tracked the run need not be on this machine.
     config = config.model_copy(update={"tracking": TrackingSettings(display="off", tensorboard=False)})
+    if config.cluster.kind != "local":
+        raise UserError(
+            "the run was trained by several processes, and a step of these is not the same bit for bit in one",
+            where=str(run),
+            mend="steps of runs with `cluster.kind: local` can be trained again",
+        )
     if config.rewards is not None and any(v.kind == "environment" for v in config.rewards.verifiers):
         raise UserError(
             "the run's environment gave rewards to single turns, which its files do not keep",
