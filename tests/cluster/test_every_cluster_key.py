@@ -139,7 +139,8 @@ async def test_numbers_and_transports(attached: list[str | None], tmp_path: Path
         for version, (asked, folder) in enumerate(ways):
             given = PublishingSettings(transport=asked, folder=None if folder is None else str(folder))
             found._settings = found._settings.model_copy(update={"publishing": given})
-            assert await found.connect() == f"{asked}: cluster.publishing.transport"
+            assert found._transport() == (asked, "cluster.publishing.transport")
+            await found.connect()
             publisher._version = None
             metrics = await publisher.publish(None, version=version)
             assert metrics["publish/version"] == version

@@ -76,7 +76,7 @@ async def test_values_are_the_scalar_head_before_each_token() -> None:
         assert opened.critic is not None
         model = opened.critic.trainer.model
         torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
-        batch = opened.build_batch(await opened.collect())
+        batch = await opened.build_batch(await opened.collect())
         assert batch.values is not None
         assert batch.returns is not None
         for at in range(batch.sequences):

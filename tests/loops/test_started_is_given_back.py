@@ -46,7 +46,7 @@ def test_a_recipe_that_is_refused_leaves_nothing_behind(config: Any, begin: Any)
 
 @pytest.mark.parametrize("begin", [train, evaluate_model])
 def test_nor_does_one_whose_model_cannot_be_loaded(config: Any, begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any) -> None:
+    def load(*_: Any, **__: Any) -> None:
         assert sandboxes()
         raise UserError("it is gone")
 
