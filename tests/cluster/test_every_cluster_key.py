@@ -285,12 +285,12 @@ async def test_signs_of_life_are_asked_for_as_often_as_is_said(start: Start) -> 
 @shows("supervision.timeout")
 async def test_a_silent_process_is_lost_when_the_time_is_up_and_not_before(start: Start) -> None:
     patient = await start(1, heartbeat=0.2, timeout=600.0, make=False)
-    hasty = await start(1, heartbeat=0.2, timeout=1.5, make=False)
+    hasty = await start(1, heartbeat=0.2, timeout=4.0, make=False)
     for group in (patient, hasty):
         os.kill(group.workers[0].pid, signal.SIGSTOP)
     await until(lambda: hasty.workers[0].lost is not None)
     assert hasty.workers[0].lost is not None
-    assert "it has not given a sign of life for 1.5 s" in hasty.workers[0].lost.what
+    assert "it has not given a sign of life for 4 s" in hasty.workers[0].lost.what
     assert patient.workers[0].lost is None
 
 

@@ -180,7 +180,7 @@ async def test_samples_are_the_same_when_an_engine_is_lost_on_the_way(hosted: Ho
 
 
 async def test_a_stopped_engine_without_a_way_back_is_named(hosted: Hosted) -> None:
-    engines = await hosted.begin(1, timeout=2.0)
+    engines = await hosted.begin(1, timeout=5.0)
     router = EngineRouter(engines)
     await router.pause()
     running = asyncio.ensure_future(sample(router, requests()))
