@@ -32,6 +32,7 @@ from strop.training.parallel.ranks import Alone, Ranks, Whole
 from strop.training.parallel.state import FOLDER, divided, load_sharded, save_sharded
 from strop.training.protocol import Role
 from strop.training.targets import forward_on_targets
+from strop.training.totals import Totals
 from strop.training.update_rules import outer_weights
 
 Head = Literal["logprobs", "score", "value"]
@@ -165,7 +166,7 @@ class SingleDeviceTrainer:
         """
         if self._parts * self._epochs > 1 and batch.old_logprobs is None:
             batch.old_logprobs = self.logprobs(batch)
-        totals = _Totals()
+        totals = Totals()
         seen: list[tuple[Tensor, Tensor]] = []
         for epoch in range(self._epochs):
             for part in mini_batches(batch, self._parts):
@@ -184,7 +185,7 @@ class SingleDeviceTrainer:
     def evaluate(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
         """The loss and its metrics on a batch that is not trained, in evaluation mode, as `update` reports them."""
         self.model.eval()
-        totals = _Totals()
+        totals = Totals()
         denominators = objective.denominators(batch)
         with torch.no_grad():
             for micro in self._cut(batch, objective):
@@ -366,7 +367,7 @@ class SingleDeviceTrainer:
         return Given(logprobs, spread, ranks.together(whole.value_head(at_head.float())[:, 0], mine, count))
 
     def _mini_batch(
-        self, batch: TokenBatch, objective: Objective, totals: _Totals, *, first: bool
+        self, batch: TokenBatch, objective: Objective, totals: Totals, *, first: bool
     ) -> list[tuple[Tensor, Tensor]]:
         """One optimizer update; returns for each micro-batch its sequences and its log-probabilities [N]."""
         # With dropout the values that a head alone learns would be others than those that it is asked for.
@@ -479,86 +480,3 @@ def _entropy_of(objective: Objective) -> Entropy:
     if objective.needs_entropy:
         return "graph"
     return "value" if getattr(objective, "logs_entropy", True) else "none"
-
-
-class _Totals:
-    """Metrics of a step, kept as tensors on the device and read once at the end."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.maxima: dict[str, Tensor] = {}
-        self.once: dict[str, Tensor] = {}
-        self.rates: list[float] = []
-        self.norms: list[Tensor] = []
-
-    def add(
-        self,
-        terms: dict[str, Tensor],
-        found: LossTerms,
-        micro: MicroBatch,
-        entropy: Tensor | None,
-        trained: int,
-        counted: float,
-    ) -> None:
-        loss = torch.zeros((), device=micro.trained.device)
-        for name, term in terms.items():
-            loss = loss + term.detach()
-            self._sum(f"loss/{name}", term.detach())
-        self._sum("loss", loss)
-        if not len(micro.trained):
-            return
-        if entropy is not None:
-            self._sum("policy/entropy", entropy.detach()[micro.trained].sum() / trained)
-        for name, value in found.units.items():
-            self._sum(name, value.detach().sum() / counted)
-        for name, value in found.metrics.items():
-            picked = value.detach()[micro.trained]
-            if name.endswith("_max"):
-                top = picked.max()
-                self.maxima[name] = torch.maximum(self.maxima[name], top) if name in self.maxima else top
-            else:
-                self._sum(name, picked.sum() / trained)
-
-    def add_term(self, name: str, term: Tensor) -> None:
-        """A term that is no sum over micro-batches."""
-        self._sum(f"loss/{name}", term)
-        self._sum("loss", term)
-
-    def mismatch(self, logprobs: Tensor, micro: MicroBatch, trained: int) -> None:
-        """How far the sampler's log-probabilities are from the trainer's, for the same weights."""
-        if not len(micro.trained):
-            return
-        difference = (logprobs - micro.batch.sampler_logprobs)[micro.trained]
-        known = ~torch.isnan(difference)
-        gap = torch.where(known, difference, torch.zeros_like(difference))
-        for name, value in (("kl/sampler", (torch.exp(gap) - 1 - gap).sum()), ("mismatch/mean", gap.abs().sum())):
-            self.once[name] = self.once.get(name, torch.zeros_like(value)) + value / trained
-        self.once["mismatch/max"] = torch.maximum(self.once.get("mismatch/max", gap.new_zeros(())), gap.abs().max())
-
-    def updated(self, step: dict[str, Tensor | float]) -> None:
-        self.norms.append(torch.as_tensor(step["grad_norm"]))
-        self.rates.append(float(step["learning_rate"]))
-
-    def means(self, ranks: Alone) -> dict[str, float]:
-        updates = max(1, len(self.norms))
-        parts = [({k: float(v) for k, v in each.items()}) for each in (self.sums, self.maxima, self.once)]
-        sums, maxima, once = {}, {}, {}
-        for of_rank in ranks.all_of(parts):
-            for name, value in of_rank[0].items():
-                sums[name] = sums.get(name, 0.0) + value
-            for name, value in of_rank[1].items():
-                maxima[name] = max(maxima.get(name, value), value)
-            for name, value in of_rank[2].items():
-                once[name] = (
-                    max(once.get(name, 0.0), value)
-                    if name.endswith("_max") or name.endswith("/max")
-                    else (once.get(name, 0.0) + value)
-                )
-        found = {name: value / updates for name, value in sums.items()} | maxima | once
-        if self.norms:
-            found["grad_norm"] = float(torch.stack(self.norms).mean())
-            found["learning_rate"] = self.rates[-1]
-        return found
-
-    def _sum(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums[name] + value if name in self.sums else value

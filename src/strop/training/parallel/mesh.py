@@ -61,7 +61,6 @@ class Mesh:
             device, ranks.view(d.replicas, d.shards * d.context, d.tensor), mesh_dim_names=("replica", "shard", "layer")
         )
         self.weights = together["replica", "shard"] if d.replicas > 1 else together["shard"]
-        self.shard_rank = together.get_local_rank("shard")
         copies = DeviceMesh(device, ranks.view(-1, d.tensor), mesh_dim_names=("copy", "layer"))
         self.copies = copies.get_group("copy")
         # Layers are divided first and the pieces then by FSDP, which is the order in which a checkpoint nests them.

@@ -19,7 +19,7 @@ from strop.training.parallel.collectives import leave
 from strop.training.parallel.context import ContextAttention
 from strop.training.parallel.gradients import Gradients, PlainGradients, RankGradients
 from strop.training.parallel.mesh import Mesh, total
-from strop.training.parallel.shard import blocks_of, shard
+from strop.training.parallel.shard import shard
 from strop.training.parallel.tensor import Part, TensorParallel
 
 
@@ -231,4 +231,4 @@ class Ranks(Alone):
             )
 
 
-__all__ = ["Alone", "Ranks", "Whole", "blocks_of"]
+__all__ = ["Alone", "Ranks", "Whole"]
