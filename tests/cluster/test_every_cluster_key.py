@@ -34,6 +34,7 @@ from strop.loops.place import Here, find_place
 from strop.loops.prepare import prepare
 from strop.loops.prepare_examples import prepare_examples
 from strop.loops.rank_host import EngineProcess, RankHost
+from strop.loops.spread import device_of
 from strop.training.parallel.choose import check_ranks, choose_ranks
 from strop.training.parallel.ranks import Ranks
 
@@ -515,3 +516,21 @@ async def test_a_run_asks_before_it_starts_anything(attached: list[str | None]) 
         with pytest.raises(ConfigError), prepare(config) as prepared:
             await place.find_place(prepared)
     assert attached == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "here", "gpus", "device", "told"),
+    [
+        ("auto", "cpu", 0, "cpu", 0),
+        ("auto", "cuda", 4, "cuda", 0),
+        # The driver of a cluster is often on a node without a GPU.
+        ("auto", "cpu", 4, "cuda", 1),
+        ("cpu", "cpu", 4, "cpu", 0),
+    ],
+)
+def test_processes_compute_on_what_the_cluster_has(asked: str, here: str, gpus: int, device: str, told: int) -> None:
+    config = config_of({"kind": "ray"})
+    config = config.model_copy(update={"hardware": config.hardware.model_copy(update={"device": asked})})
+    found, why = device_of(config, here, gpus)
+    assert found == device
+    assert len(why) == told

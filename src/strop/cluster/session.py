@@ -33,6 +33,10 @@ class Session:
     owned: bool
     reasons: list[str] = field(default_factory=list)
 
+    def gpus(self) -> int:
+        """How many GPUs the cluster has, whoever holds them."""
+        return int(import_ray().cluster_resources().get("GPU", 0))
+
     def close(self) -> None:
         """Let go of the cluster, and end it if it was started here."""
         import ray

@@ -16,7 +16,7 @@ import numpy as np
 
 from strop.cluster.group import WorkerGroup
 from strop.cluster.handle import WorkerHandle
-from strop.cluster.placement import Placement, asks, place
+from strop.cluster.placement import Device, Placement, asks, place
 from strop.cluster.remote_engine import RemoteEngine
 from strop.cluster.router import EngineRouter
 from strop.cluster.session import Session, open_session
@@ -30,7 +30,7 @@ from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.rank_host import Facts, Task
 from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
-from strop.loops.spread import colocated
+from strop.loops.spread import colocated, device_of
 from strop.models.load import Loaded
 from strop.publishing.manifest import Fault, Manifest
 from strop.publishing.publisher import Publisher
@@ -78,6 +78,7 @@ class Processes:
         self._settings: ClusterSettings = prepared.config.cluster
         self._loop = asyncio.get_running_loop()
         self._run = logs
+        self._device: Device = "cpu"
         self.reasons: tuple[str, ...] = ()
         self.trainers: WorkerGroup
         self.engines: WorkerGroup | None = None
@@ -102,13 +103,14 @@ class Processes:
         session = open_session(settings.address, cpus=count)
         supervisor = Supervisor(settings.supervision)
         logs = Path(tempfile.mkdtemp(prefix=".starting-", dir=_made(Path(config.run.folder))))
-        device: Any = "cuda" if prepared.hardware.device.type == "cuda" else "cpu"
+        device, why = device_of(config, prepared.hardware.device.type, session.gpus())
         wanted = asks(ranks=settings.trainer.ranks, engines=max(1, engines), colocated=engines == 0, device=device)
         placement = Placement({}, [])
         self = None
         try:
             placement = await place(wanted, wait=settings.supervision.wait)
             self = cls(prepared, session, supervisor, placement, logs)
+            self._device, self.reasons = device, why
             await self._start(scalar=scalar, together=together, engines=engines)
         except BaseException:
             if self is None:
@@ -227,12 +229,7 @@ class Processes:
         where = [] if self.engines is None else ["weights move by " + ": ".join(self._transport())]
         if together:
             where = ["the engine samples with the trainer's own weights"]
-        self.processes = [
-            {"role": worker.role, "rank": worker.rank, "host": worker.host, "pid": worker.pid}
-            for group in self._groups()
-            for worker in group.workers
-        ]
-        self.reasons = (*self._session.reasons, *self._placement.reasons, *facts.reasons, *where)
+        self.reasons = (*self._session.reasons, *self.reasons, *self._placement.reasons, *facts.reasons, *where)
 
     def _groups(self) -> list[WorkerGroup]:
         return [group for group in (getattr(self, "trainers", None), self.engines) if group is not None]
@@ -248,7 +245,7 @@ class Processes:
         if asked != "auto":
             return asked, "cluster.publishing.transport"
         nodes = {worker.node for group in self._groups() for worker in group.workers}
-        if self._prepared.hardware.device.type == "cuda":
+        if self._device == "cuda":
             return "broadcast", "each process has a GPU of its own"
         if len(nodes) == 1:
             return "ipc", "all processes are on one machine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from strop.cluster.placement import Device
 from strop.config import Config
 from strop.config.cluster import ClusterSettings, PublishingSettings
 from strop.errors import ConfigError, UserError
@@ -34,6 +35,19 @@ def colocated(settings: ClusterSettings) -> bool:
             mend="leave it on auto, or set engines and ranks to 1 and placement to colocated",
         )
     return chosen
+
+
+def device_of(config: Config, here: str, gpus: int) -> tuple[Device, tuple[str, ...]]:
+    """(what the processes compute on, why where that is not what this machine has).
+
+    Args:
+        here: the device that this process would take. gpus: of the cluster, whose driver may be on a node without one.
+    """
+    if here == "cuda":
+        return "cuda", ()
+    if config.hardware.device == "auto" and gpus:
+        return "cuda", (f"the cluster has {gpus} GPUs, and this machine none",)
+    return "cpu", ()
 
 
 def idle_in_cluster(config: Config) -> Iterator[UserError]:
