@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "rollout": {"config", "environments", "models", "rewards"},
     "algorithms": set(),
     "training": {"algorithms", "config", "models"},
-    "publishing": {"rollout", "training"},
+    "publishing": {"models", "rollout", "training"},
     "tracking": {"config"},
     "planning": {"config"},
     "cluster": {"config", "rollout"},

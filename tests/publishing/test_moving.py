@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -321,6 +322,15 @@ def traces() -> set[str]:
     }
 
 
+def left_after(before: set[str]) -> set[str]:
+    """What is there more than before. The system clears away the sockets of a killed process a moment after it."""
+    for _ in range(100):
+        if not (left := traces() - before):
+            break
+        time.sleep(0.1)
+    return left
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_killed_trainer_leaves_nothing_behind_and_is_missed_at_once() -> None:
     before = traces()
@@ -341,7 +351,7 @@ def test_a_killed_trainer_leaves_nothing_behind_and_is_missed_at_once() -> None:
     with pytest.raises(RunFailure):
         receiving.commit(1)
     del end, taker  # the error holds the frames that held the memory
-    assert traces() <= before
+    assert left_after(before) == set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -364,4 +374,4 @@ def test_a_killed_engine_is_missed_at_once_and_another_takes_its_place() -> None
     sender.close()
     taker.close()
     del sender, taker, end
-    assert traces() <= before
+    assert left_after(before) == set()

@@ -132,7 +132,7 @@ def test_a_failure_of_the_disk_anywhere_leaves_the_old_checkpoint(
 ) -> None:
     save_checkpoint(tmp_path, 1, writer(1), keep=1)
     full = OSError(errno.ENOSPC, "No space left on device")
-    write_text, replace, flush = Path.write_text, Path.replace, checkpoint._flush
+    write_text, replace, flush = Path.write_text, Path.replace, checkpoint.sync_path
 
     def failing(original: Any, when: Callable[[Path], bool]) -> Any:
         def call(path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def test_a_failure_of_the_disk_anywhere_leaves_the_old_checkpoint(
         if place == "state":
             patch.setattr(Path, "write_text", failing(write_text, lambda path: path.name == "state.json"))
         elif place == "flush":
-            patch.setattr(checkpoint, "_flush", failing(flush, lambda path: path.suffix == ".safetensors"))
+            patch.setattr(checkpoint, "sync_path", failing(flush, lambda path: path.suffix == ".safetensors"))
         elif place == "rename":
             patch.setattr(Path, "rename", failing(Path.rename, lambda path: True))
         elif place == "pointer":
@@ -209,7 +209,7 @@ KILLED = textwrap.dedent("""
         return {"step": 2}
 
     if place == "flush":
-        checkpoint._flush = die
+        checkpoint.sync_path = die
     elif place == "rename":
         Path.rename = die
     elif place == "pointer":

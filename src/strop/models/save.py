@@ -140,10 +140,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 def sync_folder(folder: Path) -> None:
     """Flush every file below a folder, and the folders themselves, to the disk."""
     for path in [*folder.rglob("*"), folder]:
-        if path.is_dir() and os.name == "nt":
-            continue  # Windows cannot open a folder
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

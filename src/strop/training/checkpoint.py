@@ -8,7 +8,6 @@ the pointers to checkpoints that are there.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import RunFailure
+from strop.models.save import sync_path
 
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -55,13 +55,13 @@ def save_checkpoint(
         state = write(temporary)
         (temporary / "state" / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         for path in sorted(temporary.rglob("*")):
-            _flush(path)
-        _flush(temporary)
+            sync_path(path)
+        sync_path(temporary)
         # Only a run that was resumed before this step finds the name taken, by a checkpoint that nothing points at.
         shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
         placed = True
-        _flush(folder)
+        sync_path(folder)
         _point(folder, name, "latest")
         best = point_best(folder, ranking, keep_best)
     except Exception as error:
@@ -149,14 +149,6 @@ def _whole(checkpoint: Path) -> bool:
 def _point(folder: Path, name: str, pointer: str) -> None:
     temporary = folder / f".{pointer}.partial"
     temporary.write_text(name + "\n", encoding="utf-8")
-    _flush(temporary)
+    sync_path(temporary)
     temporary.replace(folder / pointer)
-    _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(folder)

@@ -6,7 +6,6 @@ can be read with any program that knows safetensors.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from strop.errors import RunFailure
+from strop.models.save import sync_path
 from strop.publishing.manifest import Manifest, Recording
 from strop.publishing.receiver import Receiver
 from strop.publishing.transports.protocol import Offer
@@ -66,11 +66,11 @@ class DiskSender:
             if shard:
                 _write(shard, writing / f"weights-{files:05d}.safetensors")
             (writing / MANIFEST).write_text(recording.manifest().to_json(), encoding="utf-8")
-            _flush(writing / MANIFEST)
-            _flush(writing)
+            sync_path(writing / MANIFEST)
+            sync_path(writing)
             shutil.rmtree(final, ignore_errors=True)  # of a run that was resumed from before this version
             writing.rename(final)
-            _flush(self._folder)
+            sync_path(self._folder)
         except OSError as error:
             raise RunFailure(
                 f"version {version} of the weights could not be written: {error}",
@@ -129,12 +129,4 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _write(shard: dict[str, Tensor], path: Path) -> None:
     save_file(shard, path)
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(path)
