@@ -32,10 +32,10 @@ MAY_IMPORT = {
 LOOPS = {"loops": set(MAY_IMPORT)}
 COMMANDS = ("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_rollouts")
 ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "__main__", *COMMANDS)}
-TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set()}
-KNOW_NOTHING = {"algorithms", "errors"}
-"""Rooms that may not even import `strop.errors`, which every other room may."""
-WITHOUT_TORCH = {"config", "data", "rewards", "environments", "errors", "sandbox"}
+TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set(), "paths": set()}
+KNOW_NOTHING = {"algorithms", "errors", "paths"}
+"""Rooms that may not even import `strop.errors` and `strop.paths`, which every other room may."""
+WITHOUT_TORCH = {"config", "data", "rewards", "environments", "errors", "paths", "sandbox"}
 
 
 def room_of(path: Path) -> str:
@@ -63,7 +63,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 def test_a_file_imports_what_its_room_may(path: Path) -> None:
     room = room_of(path)
     assert room in TABLE, f"the room {room} is not in the table"
-    allowed = TABLE[room] | {room, "__version__"} | ({"errors"} if room not in KNOW_NOTHING else set())
+    allowed = TABLE[room] | {room, "__version__"} | ({"errors", "paths"} if room not in KNOW_NOTHING else set())
     for name in imported(path):
         parts = name.split(".")
         if parts[0] == "strop":
@@ -99,3 +99,9 @@ def test_the_architecture_page_shows_this_table(room: str) -> None:
     shown = rows[0][3].strip()
     expected = "all above" if room == "loops" else ", ".join(sorted(MAY_IMPORT[room])) or "–"
     assert shown == expected
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_paths_of_users_are_read_in_one_way(path: Path) -> None:
+    called = {node.attr for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)}
+    assert room_of(path) == "paths" or "expanduser" not in called, "use `strop.paths.user_path`"

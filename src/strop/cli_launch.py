@@ -12,6 +12,7 @@ import typer
 
 from strop.cli_options import Debug, Overrides
 from strop.errors import UserError
+from strop.paths import user_path
 
 if TYPE_CHECKING:
     from strop.cluster.launch.job import Job
@@ -184,7 +185,7 @@ def _prepared(
     given += attaching(recipe, given)
     settings = load_recipe(recipe, given)
     needed = check_fits(settings, nodes, gpus)
-    file = Path(os.path.abspath(recipe.expanduser()))
+    file = Path(os.path.abspath(user_path(recipe)))
     job = Job(file, tuple(given), Path.cwd(), nodes, gpus=gpus, cpus=cpus, memory=memory, seconds=seconds)
     return job, settings, needed
 
@@ -202,7 +203,7 @@ def _whole(settings: Config | PipelineConfig, stem: str) -> str:
 
 
 def _path(recipe: Path, output: Path | None, suffix: str) -> Path:
-    return output.expanduser() if output is not None else recipe.expanduser().with_suffix(suffix)
+    return user_path(output) if output is not None else user_path(recipe).with_suffix(suffix)
 
 
 def _say(path: Path, job: Job, needed: int, command: list[str | Path], submitted: bool, *, runs_in: str = "") -> None:

@@ -16,6 +16,7 @@ from strop.config import dialect
 from strop.config.problems import Path as KeyPath
 from strop.config.problems import shown
 from strop.errors import ConfigError, UserError
+from strop.paths import user_path
 
 
 class Unread(UserError):
@@ -118,7 +119,7 @@ class Layers:
         """Append a layer, after those of the files that its `extends` names."""
         value = dict(layer.value)
         for parent in self._parents(layer, value.pop("extends", None)):
-            near = layer.folder / Path(parent).expanduser()
+            near = layer.folder / user_path(parent)
             target, where = near.resolve(), self._where_extended(layer)
             if target in chain:
                 circle = " -> ".join(step.name for step in [*chain[chain.index(target) :], target])

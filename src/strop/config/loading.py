@@ -21,6 +21,7 @@ from strop.config.layers import Layer, Layers, entries_of
 from strop.config.problems import Path as KeyPath
 from strop.config.problems import dotted, problems_of
 from strop.errors import ConfigError, UserError
+from strop.paths import user_path
 
 
 def load_config(
@@ -48,7 +49,7 @@ def read_layers(path: str | Path | None, data: dict[str, Any] | None) -> Layers:
     """The layers of a recipe or a pipeline. Raises ConfigError if a file cannot be read."""
     layers = Layers()
     if path is not None:
-        layers.add_file(Path(path).expanduser(), [])
+        layers.add_file(user_path(path), [])
     if data is not None:
         layers.layers.append(Layer("the mapping given", data))
     layers.stop_if_unread()

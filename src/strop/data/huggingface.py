@@ -14,6 +14,7 @@ from strop.config.data import Columns, DataSource
 from strop.data.columns import listed, nearest
 from strop.data.fingerprints import combined, rows_fingerprint, sample_indices
 from strop.errors import DataError
+from strop.paths import user_path
 
 REACH_SECONDS = 2.0
 """How long the Hub may take to accept a connection before it counts as out of reach."""
@@ -57,7 +58,7 @@ class HuggingFaceSource:
 
 def open_huggingface(settings: DataSource) -> HuggingFaceSource:
     """Open a folder written by `datasets` or load a dataset by its name on the Hub."""
-    path = Path(settings.path).expanduser()
+    path = user_path(settings.path)
     if path.is_dir() and any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         return _open_saved(path, settings)
     return _open_named(settings)

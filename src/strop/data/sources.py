@@ -19,6 +19,7 @@ from strop.data.parquet import ParquetSource
 from strop.data.rows import open_python
 from strop.data.tasksets import open_taskset
 from strop.errors import DataError
+from strop.paths import user_path
 
 Kind = Literal["jsonl", "parquet", "huggingface", "python", "reasoning_gym", "verifiers"]
 
@@ -170,7 +171,7 @@ def detect(path: str) -> Kind:
     for prefix, kind in _PREFIXES.items():
         if path.startswith(prefix):
             return kind
-    place = Path(path).expanduser()
+    place = user_path(path)
     if place.is_file():
         return SUFFIXES.get(place.suffix.lower()) or _detect_by_content(place)
     if place.is_dir():
@@ -232,7 +233,7 @@ def _files_in(path: Path) -> list[Path]:
 
 
 def _open_files(settings: DataSource, kind: Literal["jsonl", "parquet"]) -> Source:
-    path = Path(settings.path).expanduser()
+    path = user_path(settings.path)
     if path.is_dir():
         files = [file for file in _files_in(path) if SUFFIXES[file.suffix.lower()] == kind]
         if not files:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from strop.config.adapted_environments import (
@@ -36,6 +35,7 @@ from strop.environments.tool_use import ToolUse, instructions, knows_tools, make
 from strop.environments.tools import Tool, function_tool
 from strop.environments.verifiers import VerifiersFactory
 from strop.errors import UserError
+from strop.paths import user_path
 from strop.rewards.python import load_function
 from strop.sandbox.build import SharedSandbox
 
@@ -127,7 +127,7 @@ class ToolFactory(EnvironmentFactory):
         raise AssertionError(settings)
 
     def _search(self, settings: RetrievalTool) -> Tool:
-        passages = Passages(Path(settings.folder).expanduser(), words=settings.passage_words)
+        passages = Passages(user_path(settings.folder), words=settings.passage_words)
         self._passages.append(passages)
 
         def search(query: str) -> str:

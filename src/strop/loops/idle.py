@@ -23,6 +23,7 @@ from strop.config.training import CriticSettings, OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.selection import metric_problems
 from strop.loops.spread import idle_in_cluster
+from strop.paths import user_path
 from strop.rewards.checks import is_isolated
 
 
@@ -296,7 +297,7 @@ def _idle_source(key: str, settings: DataSource) -> Iterator[UserError]:
         names = {"jsonl": "a JSON lines file", "parquet": "a Parquet file", "python": "a Python function"}
         names |= {"reasoning_gym": "a task of Reasoning Gym", "verifiers": "a taskset"}
         found = names.get(kind, "a Hugging Face dataset")
-        folder = Path(settings.path).expanduser()
+        folder = user_path(settings.path)
         if settings.arguments and kind not in ("python", "reasoning_gym", "verifiers"):
             yield _problem(f"{key}.arguments", f"on {found}; they are those of a Python function")
         if settings.subset is not None and (kind != "huggingface" or (folder.is_dir() and _is_saved(folder))):

@@ -16,6 +16,7 @@ from strop.config.model import ModelSettings
 from strop.errors import UserError
 from strop.loops.event_loop import run_to_end
 from strop.loops.prepare import longest_prompt, prompt_dataset
+from strop.paths import user_path
 from strop.sandbox.build import SharedSandbox
 from strop.tracking.rollouts import RolloutFile, check_target, rollout_row
 
@@ -86,7 +87,7 @@ def rollout(
         UserError: something cannot work; nothing was written.
         RunFailure: something failed on the way; the same call goes on from there.
     """
-    target = Path(out).expanduser()
+    target = user_path(out)
     check_target(target, force=force)
     version = 0
     if run is not None:

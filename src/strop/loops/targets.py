@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -20,6 +19,7 @@ from strop.data.targets import TargetsFile, example_fingerprint, tokenizer_finge
 from strop.errors import DataError, UserError
 from strop.models.folder import fingerprint_folder
 from strop.models.load import ModelFacts, resolve_model
+from strop.paths import user_path
 
 if TYPE_CHECKING:
     from strop.algorithms.batch import TokenBatch
@@ -133,7 +133,7 @@ def check_stored(
     settings = config.supervised
     assert settings is not None
     assert settings.targets is not None
-    file = TargetsFile(Path(settings.targets).expanduser())
+    file = TargetsFile(user_path(settings.targets))
     header = file.header
     if header.tokenizer != tokenizer_fingerprint(facts.tokenizer):
         raise DataError(
@@ -194,7 +194,7 @@ def _check_named(named: Sequence[TeacherSettings], file: TargetsFile) -> None:
         )
     for record in file.header.teachers:
         # The machine that trains need not have the teachers.
-        if Path(record.path).expanduser().exists():
+        if user_path(record.path).exists():
             fingerprint = fingerprint_folder(resolve_model(record.path))
             if fingerprint != record.fingerprint:
                 raise UserError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from strop.config import Config
 from strop.errors import ConfigError, UserError
 from strop.loops.prepare_examples import PreparedExamples, prepare_examples
+from strop.paths import user_path
 
 if TYPE_CHECKING:
     from strop.data.examples import ExampleRow
@@ -102,7 +103,7 @@ def _place(config: Config, out: Path | None) -> Path:
                 mend="give --out FILE, or set supervised.targets, which is also where training will look for them",
             )
         out = Path(config.supervised.targets)
-    path = out.expanduser()
+    path = user_path(out)
     if path.exists():
         raise UserError("the file is there already", where=str(path), mend="delete it, or name another with --out")
     if not path.parent.is_dir():

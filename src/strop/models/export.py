@@ -13,6 +13,7 @@ from strop.errors import ModelError, RunFailure, UserError
 from strop.models.find import resolve_model
 from strop.models.folder import is_scalar_folder, read_json
 from strop.models.load import load_model, load_scalar_model, load_tokenizer
+from strop.paths import user_path
 
 if TYPE_CHECKING:
     pass
@@ -37,7 +38,7 @@ def export_model(model: str, out: str | Path, *, adapter: bool = False, dtype: D
         UserError: the folder is not empty or cannot be made, the model cannot be used, or it has no adapter.
         RunFailure: the files could not be written, for instance because the disk is full.
     """
-    target = Path(out).expanduser().absolute()
+    target = user_path(out).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(
             "there is something at the place of the exported folder already",

@@ -20,6 +20,7 @@ from typing import Any
 
 from strop.errors import ModelError, RunFailure, UserError
 from strop.models.folder import check_model_folder
+from strop.paths import user_path
 
 Report = Callable[[str], None]
 
@@ -73,7 +74,7 @@ class ModelEntry:
 def models_folder() -> Path:
     """Where fetched models are kept."""
     home = os.environ.get("STROP_HOME")
-    return (Path(home).expanduser() if home else Path.home() / ".cache" / "strop") / "models"
+    return (user_path(home) if home else Path.home() / ".cache" / "strop") / "models"
 
 
 def model_folder(name: str) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from strop.errors import ModelError, UserError
 from strop.models.fetch import KNOWN, download_from_hub, is_fetched, model_folder
 from strop.models.folder import read_json
+from strop.paths import user_path
 
 POINTERS = ("latest", "best")
 """Files in a run's `checkpoints/` that name one of its checkpoints."""
@@ -24,7 +25,7 @@ def resolve_model(path: str) -> Path:
     Raises:
         ModelError: there is no such folder or name, the name was not fetched yet, or the Hub cannot be reached.
     """
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if folder.exists():
         return _model_inside(folder)
     if path.startswith("stage:"):
@@ -66,7 +67,7 @@ def checkpoint_of(run: str, which: str) -> str:
     Raises:
         UserError: this is not a run, or it has no such checkpoint; those it has are named.
     """
-    folder = run_inside(Path(run).expanduser())
+    folder = run_inside(user_path(run))
     checkpoints = folder / "checkpoints"
     if not checkpoints.is_dir():
         raise UserError(

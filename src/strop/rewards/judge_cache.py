@@ -7,10 +7,10 @@ import json
 import sqlite3
 import threading
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from strop.errors import UserError
+from strop.paths import user_path
 
 
 class ReplyCache:
@@ -23,7 +23,7 @@ class ReplyCache:
     """
 
     def __init__(self, path: str, *, where: str) -> None:
-        self._path = Path(path).expanduser()
+        self._path = user_path(path)
         self._where = where
         self._lock = threading.Lock()
         self._opened: sqlite3.Connection | None = None

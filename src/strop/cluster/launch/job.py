@@ -11,6 +11,7 @@ from strop.config import Config
 from strop.config.loading import is_pipeline, read_layers
 from strop.config.pipeline import PipelineConfig
 from strop.errors import UserError
+from strop.paths import user_path
 
 WAIT_SECONDS = 600
 """Seconds in which all nodes must have joined."""
@@ -146,7 +147,7 @@ def hosts_of(given: str) -> list[str]:
     Raises:
         UserError: there is none, one is written in a way that ssh would not take as a host, or one is there twice.
     """
-    file = Path(given).expanduser()
+    file = user_path(given)
     if "," not in given and ("/" in given or file.is_file()):
         try:
             lines = [line.partition("#")[0].split() for line in file.read_text(encoding="utf-8").splitlines()]
