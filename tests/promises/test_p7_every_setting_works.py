@@ -819,10 +819,16 @@ TABLE: dict[str, Case] = {
     "rollout.temperature": Case(0.5, "completions"),
     "rollout.stop": Case(["1", "3"], "completions"),
     "rollout.max_staleness": Case(1, "refused", says=r"rollout\.max_staleness"),
-    "rollout.engine.kind": Case("vllm", "refused", says=r"rollout\.engine\.kind"),
+    # With vLLM itself they are in tests/loops/test_vllm_run.py, which needs an environment of its own.
+    "rollout.engine.kind": Case("vllm", "refused", says=r"rollout\.engine\.kind: vllm` needs the package 'vllm'"),
     "rollout.engine.max_sequences": Case(3, "passes", steady=True),
     "rollout.engine.prefill_tokens": Case(5, "passes", steady=True),
     "rollout.engine.pack_weights": Case(False, "packed", "wide", steady=True),
+    "rollout.engine.memory": Case(0.5, "refused", says=r"rollout\.engine\.memory` has no effect on the engine local"),
+    "rollout.engine.eager": Case(True, "refused", says=r"rollout\.engine\.eager` has no effect on the engine local"),
+    "rollout.engine.prefix_caching": Case(
+        False, "refused", says=r"rollout\.engine\.prefix_caching` has no effect on the engine local"
+    ),
     **of_an_optimizer("training.optimizer", "plain", "falling"),
     "training.mini_batches": Case(2),
     "training.epochs": Case(2),

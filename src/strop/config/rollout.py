@@ -12,15 +12,25 @@ from strop.config.base import Auto, NonNegativeInt, PositiveFloat, PositiveInt, 
 class EngineSettings(StrictModel):
     """The sampler engine."""
 
-    kind: Literal["local"] = "local"
-    """`local` samples with the trainer's own weights in the trainer's process."""
+    kind: Literal["local", "vllm"] = "local"
+    """`local` samples with the trainer's own weights; `vllm` with [vLLM](https://docs.vllm.ai), which has a copy of
+    them, in the same process."""
     max_sequences: PositiveInt | Auto = "auto"
     """Sequences decoded together; others wait for a free place. `auto` is 256, or fewer if the memory is small."""
     prefill_tokens: PositiveInt = 4096
     """Prompt tokens processed in one forward pass."""
     pack_weights: bool | Auto = "auto"
-    """Hold a second copy of the weights laid out for small matrix products. `auto` does so for float32 on a CPU,
-    when the model is large enough to gain from it."""
+    """Of `local`: hold a second copy of the weights laid out for small matrix products. `auto` does so for float32 on a
+    CPU, when the model is large enough to gain from it."""
+    memory: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
+    """Of `vllm` on a GPU: share of its memory for weights, keys and values, and workspace. `auto` is 0.3 where the
+    trainer is on the same GPU, and 0.85 where it is not."""
+    eager: bool | Auto = "auto"
+    """Of `vllm`: neither compile the model nor capture CUDA graphs. It starts sooner and samples slower. `auto` does
+    so on a CPU."""
+    prefix_caching: bool | Auto = "auto"
+    """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
+    change. `auto` does."""
 
 
 class TreeSettings(StrictModel):

@@ -17,6 +17,7 @@ from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
 from strop.loops.algorithm import demands_of
+from strop.loops.engine_choices import engine_memory
 from strop.loops.prepare import Prepared
 from strop.loops.step_batch import has_spread
 from strop.models.forward import check_forward
@@ -29,6 +30,8 @@ from strop.rollout.admission import Admission
 from strop.rollout.collector import Collector
 from strop.rollout.engine import Engine, SampleSettings
 from strop.rollout.engines.local import LocalEngine
+from strop.rollout.engines.vllm import VllmEngine
+from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
 from strop.rollout.player import Player
 from strop.rollout.recorded import RecordedCollector
 from strop.tracking.atomic import replacing
@@ -158,9 +161,11 @@ def make_supervised_trainer(
     )
 
 
-def make_engine(prepared: Chosen, roles: Roles) -> LocalEngine:
-    """The engine that shares the trainer's model."""
+def make_engine(prepared: Chosen, roles: Roles) -> Engine:
+    """The engine that samples with this model: with the module itself, or with a copy of its weights."""
     settings = prepared.config.rollout.engine
+    if settings.kind == "vllm":
+        return _make_vllm(prepared, roles)
     return LocalEngine(
         roles.model,
         roles.tokenizer,
@@ -170,6 +175,28 @@ def make_engine(prepared: Chosen, roles: Roles) -> LocalEngine:
         max_sequences=roles.sizes.max_sequences,
         prefill_tokens=settings.prefill_tokens,
         pack_weights=None if settings.pack_weights == "auto" else settings.pack_weights,
+    )
+
+
+def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
+    settings, hardware, base = prepared.config.rollout.engine, prepared.hardware, roles.loaded.model
+    chosen = VllmSettings(
+        dtype=hardware.dtype,
+        context=roles.loaded.context,
+        max_sequences=roles.sizes.max_sequences,
+        prefill_tokens=settings.prefill_tokens,
+        memory=engine_memory(prepared.config),
+        eager=hardware.device.type == "cpu" if settings.eager == "auto" else settings.eager,
+        prefix_caching=settings.prefix_caching == "auto" or settings.prefix_caching,
+        sleeps=hardware.device.type == "cuda",
+    )
+    return VllmEngine(
+        roles.model,
+        lambda: VllmCore(base.config, type(base).__name__, chosen),
+        roles.tokenizer,
+        eos_ids=roles.loaded.eos_ids,
+        seed=prepared.config.run.seed,
+        context=roles.loaded.context,
     )
 
 

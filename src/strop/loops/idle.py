@@ -21,6 +21,7 @@ from strop.config.run import EvaluationSettings
 from strop.config.sandbox import SandboxSettings
 from strop.config.training import CriticSettings, OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
+from strop.loops.engine_choices import idle_in_engine
 from strop.loops.selection import metric_problems
 from strop.loops.spread import idle_in_cluster
 from strop.paths import user_path
@@ -43,6 +44,7 @@ def _idle(config: Config) -> Iterator[UserError]:
     if config.offline is not None:
         yield from _idle_beside_rollouts(config)
     yield from idle_in_cluster(config)
+    yield from idle_in_engine(config)
     yield from _idle_evaluation(config)
     yield from _idle_curriculum(config)
     yield from metric_problems(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,22 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pat
 
 
 def merged_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Weights by their Hugging Face names, with adapters merged in; tensors without an adapter are not copied.
+    """Weights by their Hugging Face names, with adapters merged in on the CPU; see `walk_merged`."""
+    return dict(walk_merged(model, device="cpu"))
+
+
+def walk_merged(model: Any, *, device: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, weight with its adapters merged in), one by one; without an adapter it is not copied.
 
     The sum of W and what its adapters add (see `adapter_delta`) is computed in float32 and cast to the type of W once,
     at the end: summing in bfloat16 would lose most of a small update.
+
+    Args:
+        device: where sums are computed, and stay; None for where the weight is.
     """
     if not hasattr(model, "peft_config"):
-        return dict(model.state_dict())
+        yield from model.state_dict().items()
+        return
     base = model.get_base_model()
     adapters: dict[str, list[Any]] = {}
     for name, module in base.named_modules():
@@ -64,25 +74,23 @@ def merged_weights(model: Any) -> dict[str, torch.Tensor]:
             # Wrappers of a parameter, as peft puts on the stacked experts of a mixture, name it and may be nested.
             plain = f"{_unwrapped(name)}.{getattr(module, 'parameter_name', 'weight')}"
             adapters.setdefault(plain, []).append(module)
-    weights: dict[str, torch.Tensor] = {}
     for name, tensor in base.state_dict().items():
         if any(part.startswith("lora_") or part == "ranknum" for part in name.split(".")):
             continue
         plain = _unwrapped(name)
-        weights[plain] = _merge(adapters[plain], tensor) if plain in adapters else tensor
-    return weights
+        yield plain, _merge(adapters[plain], tensor, device) if plain in adapters else tensor
 
 
 def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-def _merge(layers: list[Any], weight: torch.Tensor) -> torch.Tensor:
+def _merge(layers: list[Any], weight: torch.Tensor, device: str | None) -> torch.Tensor:
     import torch
 
     from strop.models.adapters import adapter_delta
 
-    plain = weight.detach().to("cpu", torch.float32)
+    plain = weight.detach().to(device or weight.device, torch.float32)
     merged = plain.clone()
     for layer in layers:
         for adapter in layer.active_adapters:

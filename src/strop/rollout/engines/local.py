@@ -27,6 +27,7 @@ from strop.models.logprobs import output_head
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
 from strop.rollout.engines import packed_linear
 from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
+from strop.rollout.engines.stopping import ends_with_stop, stop_tail
 from strop.rollout.sampling import draw, stream_key, uniforms
 
 T = TypeVar("T")
@@ -136,9 +137,7 @@ class LocalEngine:
         sequence = _Sequence(
             request, asyncio.get_running_loop().create_future(), stream_key(self._seed, request.stream)
         )
-        if request.settings.stop:
-            # A token holds at least one byte, so a stop text of n bytes ends within the last n tokens.
-            sequence.stop_tail = max(len(text.encode()) for text in request.settings.stop) + 4
+        sequence.stop_tail = stop_tail(request.settings.stop)
         self._waiting.append(sequence)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.get_running_loop().create_task(self._run())
@@ -350,10 +349,9 @@ class LocalEngine:
         settings = sequence.request.settings
         if sequence.tokens[-1] in self._eos:
             return "stop"
-        if settings.stop:
-            tail = self._tokenizer.decode(sequence.tokens[-sequence.stop_tail :], skip_special_tokens=False)
-            if any(text in tail for text in settings.stop):
-                return "stop"
+        tail = sequence.stop_tail
+        if tail and ends_with_stop(self._tokenizer, sequence.tokens[-tail:], settings.stop):
+            return "stop"
         return "length" if len(sequence.tokens) >= settings.max_new_tokens else None
 
     def _finish(self, sequence: _Sequence, finish: FinishReason) -> None:

@@ -1,0 +1,322 @@
+"""vLLM in this process: how it is started, how weights get into it, and what comes out of one step of it.
+
+vLLM's own output loop makes several Python objects of each log-probability, which costs more than a decoding step of a
+small model. Therefore the core of its engine is driven here, whose outputs are flat arrays; the scheduler, the KV
+cache, the kernels and the sampler are vLLM's. Nothing here knows asyncio, and all of it is called from one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from strop.errors import MissingExtra, RunFailure
+from strop.rollout.engine import SampleSettings
+
+NAMED = 5
+"""Tensors that a message has room for."""
+
+_SEEDS = 1 << 63
+_MOST_CACHE_GIB = 4
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """How vLLM is started.
+
+    dtype: of weights and cache. context: longest prompt + completion. max_sequences: decoded together. prefill_tokens:
+    of prompts in one pass. memory: share of the GPU's memory for weights, cache and workspace. eager: neither compile
+    nor capture CUDA graphs. prefix_caching: keep keys and values of prompts that are asked for again. sleeps: be able
+    to give the memory back (on CUDA only).
+    """
+
+    dtype: torch.dtype
+    context: int
+    max_sequences: int
+    prefill_tokens: int
+    memory: float
+    eager: bool
+    prefix_caching: bool
+    sleeps: bool
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step brought of one request: tokens [n], logprobs float32 [n]; of a scored one the log-probabilities of
+    its prompt but for the first token, float32 [L - 1]. ended: vLLM will bring no more of it. failed: by its fault."""
+
+    request: str
+    tokens: list[int]
+    logprobs: np.ndarray
+    scores: np.ndarray | None
+    ended: bool
+    failed: bool
+
+
+class VllmCore:
+    """An engine core of vLLM, without weights at first.
+
+    Args:
+        config: of the model in transformers' form.
+        architecture: name of its class.
+
+    Raises:
+        MissingExtra: vLLM is not installed. RunFailure: it could not be started.
+    """
+
+    def __init__(self, config: Any, architecture: str, settings: VllmSettings) -> None:
+        _announce(_cache_gib(config, settings))
+        try:
+            from vllm import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+        except ImportError as error:
+            raise MissingExtra("vllm", extra="vllm", needed_for="`rollout.engine.kind: vllm`") from error
+        cuda = torch.cuda.is_available()
+        with tempfile.TemporaryDirectory(prefix="strop-vllm-") as folder, _own_randomness():
+            _write_config(config, architecture, settings.dtype, Path(folder))
+            arguments: dict[str, Any] = {
+                "model": folder,
+                "skip_tokenizer_init": True,
+                # They come with the first publication.
+                "load_format": "dummy",
+                "dtype": str(settings.dtype).removeprefix("torch."),
+                "max_model_len": settings.context,
+                "max_num_seqs": settings.max_sequences,
+                "max_num_batched_tokens": max(settings.prefill_tokens, settings.max_sequences, settings.context),
+                "enforce_eager": settings.eager,
+                "enable_prefix_caching": settings.prefix_caching,
+                "logprobs_mode": "processed_logprobs",
+                "disable_log_stats": True,
+                "seed": 0,
+            }
+            if cuda:
+                arguments |= {"gpu_memory_utilization": settings.memory, "enable_sleep_mode": settings.sleeps}
+            try:
+                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            except Exception as error:
+                raise RunFailure(
+                    f"vLLM could not be started: {type(error).__name__}: {error}",
+                    where="rollout.engine",
+                    mend="see what vLLM printed; where memory is short lower rollout.engine.memory or max_sequences, "
+                    "or sample with rollout.engine.kind: local",
+                ) from error
+        self._core = self._engine.engine_core
+        self._tasks = self._engine.get_supported_tasks()
+        self._sleeps = settings.sleeps and cuda
+        self._greedy: set[str] = set()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+        # Where vLLM keeps weights as they are in the file they can be overwritten in place, which takes milliseconds;
+        # packed, shuffled or quantised ones are built anew, layer by layer.
+        self._in_place = all(parameter.numel() for parameter in self._model.parameters()) and not self._quantised
+
+    # Requests.
+
+    def add(
+        self, request: str, tokens: Sequence[int], settings: SampleSettings, *, seed: int, ends: Sequence[int]
+    ) -> None:
+        """Sample a completion. seed: of all its draws. ends: tokens that end it."""
+        from vllm import SamplingParams
+
+        greedy = settings.temperature == 0
+        if greedy:
+            self._greedy.add(request)
+        self._add(
+            request,
+            tokens,
+            SamplingParams(
+                max_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                # Of any 64 bits, what vLLM takes as a seed.
+                seed=None if greedy else seed % _SEEDS,
+                logprobs=0,
+                detokenize=False,
+                stop_token_ids=sorted(ends),
+                ignore_eos=True,
+            ),
+        )
+
+    def add_scored(self, request: str, tokens: Sequence[int]) -> None:
+        """Score the tokens; vLLM samples one token after them, which nobody wants."""
+        from vllm import SamplingParams
+
+        self._greedy.add(request)
+        self._add(request, tokens, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
+
+    def abort(self, requests: Sequence[str]) -> None:
+        self._core.abort_requests(list(requests))
+        self._greedy.difference_update(requests)
+
+    def step(self) -> list[StepOutput]:
+        """Compute one step for all requests; with asynchronous scheduling the first may bring nothing yet."""
+        with self._kept_random():
+            outputs = self._core.get_output().outputs
+        found = [_output_of(one) for one in outputs]
+        self._greedy.difference_update(one.request for one in found if one.ended)
+        return found
+
+    # Weights.
+
+    def push(self, weights: Mapping[str, Tensor]) -> None:
+        """Put all weights into the model, and forget everything that was computed with others.
+
+        Requests that run keep their tokens; their keys and values are computed anew.
+
+        Args:
+            weights: by the names of Hugging Face, on any device and in any number format.
+
+        Raises:
+            RunFailure: vLLM could not take them, or holds other values than these.
+        """
+        try:
+            with torch.no_grad():
+                if self._in_place:
+                    self._model.load_weights(weights.items())
+                else:
+                    self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
+        except Exception as error:
+            raise RunFailure(f"vLLM could not take the weights: {type(error).__name__}: {error}") from error
+        if stale := self.stale(weights):
+            told = ", ".join(stale[:NAMED]) + (f" and {len(stale) - NAMED} more" if len(stale) > NAMED else "")
+            raise RunFailure(
+                f"vLLM holds other values than it was given, in {len(stale)} of {len(weights)} tensors: {told}",
+                mend="the run stops so that nothing is trained on samples of other weights",
+            )
+        if not self._core.reset_prefix_cache(reset_running_requests=True):
+            raise RunFailure("vLLM could not forget the keys and values of older weights")
+
+    def stale(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """Names whose values in vLLM's model are not these, of those that it keeps in their own form."""
+        names, differ = [], []
+        with torch.no_grad():
+            for name, view in views(self._model, weights):
+                names.append(name)
+                differ.append((view != weights[name].to(view.device, view.dtype)).any())
+            # One wait for the device.
+            found = torch.stack(differ).tolist() if differ else []
+        return [name for name, other in zip(names, found, strict=True) if other]
+
+    # Memory.
+
+    def sleep(self) -> None:
+        """Give the memory of cache and weights back; nothing where vLLM cannot (CPUs)."""
+        if self._sleeps:
+            self._core.reset_prefix_cache(reset_running_requests=True)
+            self._core.sleep(level=1, mode="keep")
+
+    def wake(self) -> None:
+        if self._sleeps:
+            self._core.wake_up()
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    @property
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+        return model
+
+    @property
+    def _quantised(self) -> bool:
+        return self._engine.vllm_config.model_config.quantization is not None
+
+    def _add(self, request: str, tokens: Sequence[int], params: Any) -> None:
+        prompt = {"type": "token", "prompt_token_ids": list(tokens)}
+        made = self._engine.input_processor.process_inputs(request, prompt, params, supported_tasks=self._tasks)
+        self._core.add_request(made)
+
+    @contextmanager
+    def _kept_random(self) -> Iterator[None]:
+        """Where greedy requests are among others, vLLM draws for them too, from the global generator."""
+        if not self._greedy:
+            yield
+            return
+        with torch.random.fork_rng(devices=[] if self._device is None else [self._device]):
+            yield
+
+
+def views(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name of Hugging Face, where its values are in a model of vLLM): whole parameters, parts of fused ones, and the
+    first rows of a padded vocabulary. What is not kept in such a form is left out."""
+    own = dict(model.named_parameters())
+    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, weight in weights.items():
+        live, first = own.get(name), 0
+        for whole, parts in fused.items():
+            part = next((one for one in parts if f".{one}." in name), None)
+            if live is None and part is not None:
+                live = own.get(name.replace(f".{part}.", f".{whole}."))
+                before = [name.replace(f".{part}.", f".{one}.") for one in parts[: parts.index(part)]]
+                first = sum(len(weights[one]) for one in before if one in weights)
+        if live is not None and live.dim() and live.shape[1:] == weight.shape[1:] and len(live) >= first + len(weight):
+            yield name, live.detach()[first : first + len(weight)]
+
+
+def _output_of(one: Any) -> StepOutput:
+    logprobs = np.zeros(0, np.float32) if one.new_logprobs is None else one.new_logprobs.logprobs[:, 0]
+    prompt = one.new_prompt_logprobs_tensors
+    reason = None if one.finish_reason is None else str(one.finish_reason)
+    return StepOutput(
+        request=one.request_id,
+        tokens=list(one.new_token_ids),
+        logprobs=logprobs,
+        scores=None if prompt is None else prompt.logprobs[:, 0].float().cpu().numpy(),
+        ended=reason is not None,
+        failed=reason is not None and reason.lower() not in ("stop", "length", "repetition"),
+    )
+
+
+def _announce(cache_gib: int) -> None:
+    """What vLLM reads from the environment; what a user has set stays. cache_gib: of keys and values, on a CPU."""
+    chosen = {
+        # The engine's core in this process, where weights can be handed over as tensors.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        # On CPUs: threads are strop's to place.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
+    }
+    for name, value in chosen.items():
+        os.environ.setdefault(name, value)
+
+
+def _cache_gib(config: Any, settings: VllmSettings) -> int:
+    """GiB that the keys and values of all sequences can need; vLLM lets some wait where it has fewer."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kept = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size
+    needed = kept * settings.dtype.itemsize * settings.context * settings.max_sequences
+    return min(_MOST_CACHE_GIB, max(1, -(-needed // 2**30)))
+
+
+def _write_config(config: Any, architecture: str, dtype: torch.dtype, folder: Path) -> None:
+    copied = type(config).from_dict(config.to_dict())
+    copied.architectures = [architecture]
+    copied.dtype = dtype
+    copied.save_pretrained(folder)
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """vLLM seeds the global generators when it starts."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+__all__ = ["StepOutput", "VllmCore", "VllmSettings", "views"]

@@ -1,0 +1,68 @@
+"""Whole runs that sample with vLLM; skipped where it is not installed (`.ci/run` has it)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import put, recipe
+
+from strop.config.loading import load_config
+from strop.loops.train import train
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    return tmp_path
+
+
+def small_digits(**changes: Any) -> dict[str, Any]:
+    """A model without any training learns to write digits below five."""
+    data = recipe(
+        **{
+            # Heads of 32, the smallest that vLLM has a kernel for.
+            "model.create": {"characters": "0123456789+=", "hidden_size": 64, "layers": 2, "heads": 2, "context": 16},
+            "data": {"train": {"path": "strop.data.arithmetic:problems", "arguments": {"count": 80, "digits": 1}}},
+            "rewards.verifiers": [{"kind": "regex", "pattern": "^[0-4]+$"}],
+            "rollout": {"groups_per_step": 16, "group_size": 8, "max_new_tokens": 4},
+            "training.optimizer.learning_rate": 5e-3,
+            "run.steps": 12,
+        }
+    )
+    for key, value in {"rollout.engine.kind": "vllm", **changes}.items():
+        put(data, key, value)
+    return data
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["metrics"] for line in lines if line["kind"] == "train"]
+
+
+def test_a_run_learns_with_vllm_and_its_logprobs_are_the_trainers(workplace: Path) -> None:
+    steps = metrics_of(train(load_config(None, data=small_digits())).folder)
+    assert len(steps) == 12
+    for step in steps:
+        assert step["mismatch/abs_max"] < 1e-3
+        assert step["publish/probe_gap"] < 1e-3
+        assert step["staleness/max"] == 0
+    accuracy = [step["accuracy"] for step in steps]
+    assert sum(accuracy[-3:]) / 3 > sum(accuracy[:3]) / 3 + 0.3
+
+
+def test_a_run_on_ray_whose_engine_is_vllm(workplace: Path) -> None:
+    pytest.importorskip("ray")
+    data = small_digits(**{"run.steps": 2})
+    here = metrics_of(train(load_config(None, data={**data, "run": {**data["run"], "name": "here"}})).folder)
+    cluster = {"kind": "ray", "engines": {"placement": "separate"}, "trainer": {"ranks": 2}}
+    there = metrics_of(train(load_config(None, data={**data, "cluster": cluster})).folder)
+    for one, other in zip(here, there, strict=True):
+        assert other["accuracy"] == one["accuracy"]
+        assert other["mismatch/abs_max"] < 1e-3
