@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,3 +61,14 @@ def tiny_model() -> Callable[..., Any]:
 def character_tokenizer() -> Any:
     """The tokenizer that goes with `tiny_model`: one token a character; `<pad>` 0, `<eos>` 1, `<unk>` 2."""
     return _tokenizer()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _runs_leave_the_garbage_collector_alone() -> Iterator[None]:
+    """A run looks through all of memory when it opens, a good deal of the time of the tiny ones here, of which there
+    are more than a thousand in one process."""
+    from strop.loops import base_run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base_run, "gc", SimpleNamespace(collect=int, freeze=int, unfreeze=int))
+        yield
