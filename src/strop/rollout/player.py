@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from strop.config.rollout import TreeSettings
 from strop.environments.driven import Driver
+from strop.models.detokenizing import detokenizer
 from strop.rollout.engine import Engine, SampleSettings
 from strop.rollout.episode import Episode, Status
 from strop.rollout.game import Game
@@ -23,7 +24,7 @@ class Player:
     """
 
     def __init__(self, engine: Engine, tokenizer: Detokenizer, world: World | None = None) -> None:
-        self._speaker = Speaker(engine, tokenizer)
+        self._speaker = Speaker(engine, tokenizer, detokenizer(tokenizer))
         self._world = world
 
     def most(self, tree: TreeSettings | None = None) -> int:

@@ -15,6 +15,7 @@ from strop.config.environment import AnyEnvironment
 from strop.environments import checks
 from strop.environments.protocol import EnvironmentFactory
 from strop.errors import StropError
+from strop.models.detokenizing import Detokenize
 from strop.rewards.failures import describe_exception, encodable, shorten
 from strop.rollout.calls import Raised, TooLong, call
 from strop.rollout.engine import Engine, SampleRequest, SampleSettings
@@ -167,6 +168,7 @@ class Speaker:
 
     engine: Engine
     tokenizer: Detokenizer
+    detokenize: Detokenize
 
     async def speak(
         self, episode: Episode, parent: TurnId, tokens: Sequence[int], settings: SampleSettings, stream: tuple[int, ...]
@@ -176,8 +178,7 @@ class Speaker:
         turn = episode.append_sampled(
             result.tokens, result.logprobs, result.versions, parent=parent, finish=result.finish
         )
-        # As an array: of a list, transformers looks at each number first.
-        episode.completion = self.tokenizer.decode(episode.turns[turn].tokens, skip_special_tokens=True)
+        episode.completion = self.detokenize(episode.turns[turn].tokens)
         return turn, result.finish
 
 
