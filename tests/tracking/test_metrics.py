@@ -282,6 +282,21 @@ def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> N
     assert len(scalars(tmp_path / "events" / "warmup")["warmup/loss"]) == 50
 
 
+def test_tensorboard_gets_the_numbers_of_a_line_in_one_event(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    board = TensorBoard(tmp_path / "events")
+    numbers = {f"part/{number}": number / 7 for number in range(30)}
+    for step in (1, 2):
+        board.log(step, numbers, "train")
+    board.close()
+    (file,) = (tmp_path / "events").iterdir()
+    told = [event for event in EventFileLoader(str(file)).Load() if event.HasField("summary")]
+    assert [(event.step, len(event.summary.value)) for event in told] == [(1, 30), (2, 30)]
+    expected = {name: [(1, round(value, 4)), (2, round(value, 4))] for name, value in numbers.items()}
+    assert scalars(tmp_path / "events") == expected
+
+
 def make_run(folder: Path) -> RunDirectory:
     return RunDirectory.create(folder, "quick", config_yaml="a: 1\n")
 
