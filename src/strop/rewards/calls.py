@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 T = TypeVar("T")
 
@@ -31,47 +34,125 @@ class Slots:
         return self._now[1]
 
 
-async def call(function: Callable[[], T], *, name: str, timeout: float | None = None) -> T:
-    """Run a function in a daemon thread that does nothing else meanwhile.
+class Crew:
+    """Daemon threads that make so many calls at a time; the others wait, and are made in the order in which they came.
 
-    Raises:
-        Abandoned: it took longer than `timeout` seconds. A thread cannot be killed, so it goes on; being a daemon, it
-            does not keep the process alive.
-        Whatever the function raised, `SystemExit` included.
+    A thread that has made a call takes the next one itself: to be woken for each takes longer than many a verifier.
+    From any event loop.
+
+    Args:
+        size: calls at a time; None for any number.
     """
-    running = _Call(function, asyncio.get_running_loop())
-    try:
-        thread = _idle.pop()
-    except IndexError:
-        thread = _Thread()
-    thread.run(running, f"strop-{name}")
-    await asyncio.wait([running.finished], timeout=timeout)
-    # The call itself is asked, not the clock: a loop that was busy elsewhere sees both at once.
-    if not running.done:
-        raise Abandoned
-    if isinstance(running.error, asyncio.CancelledError):
-        # It is not the one who waits that was cancelled.
-        raise RuntimeError("the call was cancelled from within") from running.error
-    if running.error is not None:
-        raise running.error
-    return running.result[0]
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = size
+        self.begin()
+        _crews.add(self)
+
+    def begin(self) -> None:
+        """Be without threads and calls, as a child process is."""
+        self._lock = threading.Lock()
+        self._waiting: deque[_Call[Any]] = deque()
+        self._working = 0
+
+    async def call(self, function: Callable[[], T], *, name: str, timeout: float | None = None) -> T:
+        """What a function returns, in a thread that does nothing else meanwhile.
+
+        Raises:
+            Abandoned: it took longer than `timeout` seconds from when it began. A thread cannot be killed, so it goes
+                on, beside the others of this number; being a daemon, it does not keep the process alive.
+            Whatever the function raised, `SystemExit` included.
+        """
+        running = _Call(function, asyncio.get_running_loop(), f"strop-{name}")
+        self._add(running)
+        try:
+            # The call itself is asked first, not the clock: a loop that was busy elsewhere sees both at once.
+            while not running.done and (left := running.left(timeout)) != 0:
+                await asyncio.wait([running.finished], timeout=left)
+        finally:
+            self._leave(running)
+        if not running.done:
+            raise Abandoned
+        if isinstance(running.error, asyncio.CancelledError):
+            # It is not the one who waits that was cancelled.
+            raise RuntimeError("the call was cancelled from within") from running.error
+        if running.error is not None:
+            raise running.error
+        return running.result[0]
+
+    def work(self) -> None:
+        """Make the calls that wait, in this thread, until there is none or one of them is not waited for any longer."""
+        while (call := self._take()) is not None:
+            call.run()
+            with self._lock:
+                if call.left_behind:  # another thread has its place
+                    return
+
+    def _add(self, call: _Call[Any]) -> None:
+        with self._lock:
+            self._waiting.append(call)
+        self._fill()
+
+    def _fill(self) -> None:
+        """See that a thread is at work for what waits, if there may be one more."""
+        with self._lock:
+            if not self._waiting or self._working == self._size:
+                return
+            self._working += 1
+        try:
+            thread = _idle.pop()
+        except IndexError:
+            thread = _Thread()
+        thread.work_for(self)
+
+    def _take(self) -> _Call[Any] | None:
+        with self._lock:
+            if not self._waiting:
+                self._working -= 1
+                return None
+            call = self._waiting.popleft()
+            call.began = time.monotonic()
+            return call
+
+    def _leave(self, call: _Call[Any]) -> None:
+        """Nobody waits for a call any longer: one that has not begun never will, and the place of one that has not
+        returned is free."""
+        with self._lock:
+            if call.began is None:
+                self._waiting.remove(call)
+                return
+            if call.done:  # its thread goes on with the next one
+                return
+            call.left_behind = True
+            self._working -= 1
+        self._fill()
 
 
 class _Call(Generic[T]):
     """One call; it leaves a result or an error."""
 
-    def __init__(self, function: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, function: Callable[[], T], loop: asyncio.AbstractEventLoop, name: str) -> None:
         self._function = function
         self._loop = loop
+        self._name = name
         self.finished: asyncio.Future[None] = loop.create_future()
         self.result: list[T] = []
         self.error: BaseException | None = None
+        self.began: float | None = None
+        self.left_behind = False
 
     @property
     def done(self) -> bool:
         return bool(self.result) or self.error is not None
 
+    def left(self, timeout: float | None) -> float | None:
+        """Seconds that it may still take; all of them while it waits to begin."""
+        if timeout is None or self.began is None:
+            return timeout
+        return max(0.0, self.began + timeout - time.monotonic())
+
     def run(self) -> None:
+        threading.current_thread().name = self._name
         try:
             self.result.append(self._function())
         except BaseException as error:  # A `sys.exit()` in a reward must not pass as a hang.
@@ -87,26 +168,34 @@ class _Call(Generic[T]):
 
 
 class _Thread:
-    """A thread for one call after another: starting one takes longer than many a verifier."""
+    """A thread for one crew after another: starting one takes longer than many a verifier."""
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[_Call[Any], str]] = SimpleQueue()
+        self._crews: SimpleQueue[Crew] = SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
-    def run(self, call: _Call[Any], name: str) -> None:
-        self._calls.put((call, name))
+    def work_for(self, crew: Crew) -> None:
+        self._crews.put(crew)
 
     def _work(self) -> None:
         while True:
-            call, threading.current_thread().name = self._calls.get()
-            call.run()
-            # What was asked and answered is not to live until the next call.
-            del call
+            self._crews.get().work()
             _idle.append(self)
 
 
 _idle: list[_Thread] = []
-"""Threads whose call has ended; one that is abandoned comes back when it ends after all."""
+"""Threads that work for nobody; one that was left behind comes back when its call ends after all."""
+_crews: WeakSet[Crew] = WeakSet()
+call = Crew().call
+"""As many calls at a time as are asked for."""
+
+
+def _begin_again() -> None:
+    _idle.clear()
+    for crew in _crews:
+        crew.begin()
+
+
 # A child process has none of its parent's threads.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)
+    os.register_at_fork(after_in_child=_begin_again)

@@ -10,7 +10,7 @@ from typing import cast
 
 from strop.config.rewards import RewardSettings, VerifierSettings
 from strop.errors import RunFailure, StropError
-from strop.rewards.calls import Abandoned, Slots, call
+from strop.rewards.calls import Abandoned, Crew
 from strop.rewards.combination import combine, is_for, passes
 from strop.rewards.failures import describe_exception, encodable
 from strop.rewards.protocol import AsyncVerifier, Completed, Reward, Verdict, Verifier
@@ -43,7 +43,7 @@ class CompositeScorer:
         self.verifiers = list(verifiers)
         self.settings = settings
         self._needs = settings.needs()
-        self._slots = Slots(settings.workers)
+        self._crew = Crew(settings.workers)
         # Looked up once: asking whether something fits a protocol takes longer than many a verifier.
         self._waited_for = {one.name: one for one in self.verifiers if isinstance(one, AsyncVerifier)}
 
@@ -135,12 +135,11 @@ class CompositeScorer:
             if (waited_for := self._waited_for.get(verifier.name)) is not None:
                 return _checked(verifier, await waited_for.ask(completed), len(completed))
             verify = cast(Verifier, verifier).verify
-            async with self._slots.here():
-                verdicts = await call(
-                    lambda: list(verify(completed)),
-                    name=f"verifier-{verifier.name}",
-                    timeout=timeout_of(settings, self.settings),
-                )
+            verdicts = await self._crew.call(
+                lambda: list(verify(completed)),
+                name=f"verifier-{verifier.name}",
+                timeout=timeout_of(settings, self.settings),
+            )
             return _checked(verifier, verdicts, len(completed))
         except Abandoned:
             detail = f"no verdict within {timeout_of(settings, self.settings):g} s"
@@ -171,7 +170,8 @@ def _checked(verifier: Verifier | AsyncVerifier, verdicts: list[Verdict], expect
 def _sound(verdict: Verdict) -> Verdict:
     """A verdict that can be computed with and written down; an error where it cannot."""
     components = {encodable(name): value for name, value in verdict.components.items()}
-    verdict = replace(verdict, detail=encodable(verdict.detail), components=components)
+    if components or verdict.detail:
+        verdict = replace(verdict, detail=encodable(verdict.detail), components=components)
     if verdict.status != "ok":
         return verdict
     numbers = {"the score": verdict.score, **{f"component {name!r}": value for name, value in components.items()}}
