@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.rewards.alarms.statistics import (
+    GRAM,
+    NEARLY,
     Outcome,
     candidates,
     dominance,
@@ -34,6 +37,26 @@ def said(text: str, reward: float = 1.0, *, prompt: int = 0, answer: str | None 
 )
 def test_repeated_grams(text: str, share: float) -> None:
     assert repeated([ord(c) for c in text]) == pytest.approx(share)
+
+
+def grams(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(len(text) - size + 1)]
+
+
+@given(texts=st.lists(st.text("ab", max_size=14), min_size=1, max_size=8))
+def test_grams_counted_together_are_those_counted_one_by_one(texts: list[str]) -> None:
+    shares = []
+    for text in texts:
+        found = grams(text, GRAM)
+        shares.append(1 - len(set(found)) / len(found) if found else 0.0)
+    outcomes = [said(text, prompt=number) for number, text in enumerate(texts)]
+    assert repetition(outcomes).value == math.fsum(shares) / len(shares)
+    assert [repeated(one.tokens) for one in outcomes] == shares
+    # What is shorter than an n-gram is one itself, and of no text there is one that is empty.
+    sets = [set(grams(text, min(GRAM, len(text)))) if text else set() for text in texts]
+    same = [len(a & b) >= NEARLY * len(a | b) for a, b in combinations(sets, 2)]
+    found = sameness(outcomes)
+    assert (None if found is None else found.value) == (sum(same) / len(same) if same else None)
 
 
 @pytest.mark.parametrize(

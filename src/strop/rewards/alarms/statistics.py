@@ -69,11 +69,7 @@ def rewarded(outcomes: Sequence[Outcome], lowest: float) -> list[Outcome]:
 
 def repetition(outcomes: Sequence[Outcome]) -> Found:
     """Mean share of n-grams that stood in the same completion before."""
-    ends = np.cumsum([len(one.tokens) for one in outcomes]).tolist()
-    # All at once; n-grams that reach into the next completion are left out.
-    grams = _grams(np.concatenate([np.asarray(one.tokens, dtype=np.int64) for one in outcomes]))
-    shares = [_repeats(grams[start : max(start, end - GRAM + 1)]) for start, end in pairwise([0, *ends])]
-    return _mean(outcomes, shares)
+    return _mean(outcomes, [_repeats(grams) for grams in _grams_of([one.tokens for one in outcomes])])
 
 
 def repeated(tokens: Sequence[int]) -> float:
@@ -182,7 +178,10 @@ def _listed(text: str) -> int:
 
 
 def _repeats(grams: np.ndarray) -> float:
-    return 1 - len(_distinct(grams)) / len(grams) if len(grams) else 0.0
+    if not len(grams):
+        return 0.0
+    ordered = np.sort(grams)
+    return 1 - (1 + np.count_nonzero(ordered[1:] != ordered[:-1])) / len(grams)
 
 
 def _distinct(grams: np.ndarray) -> np.ndarray:
@@ -194,7 +193,11 @@ def _distinct(grams: np.ndarray) -> np.ndarray:
 def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[list[int], list[list[int]]]:
     """Different n-grams of each completion, and those that each two have in common. A completion of fewer tokens than
     an n-gram has is one itself."""
-    sets = [_distinct(_grams(tokens, min(GRAM, len(tokens)))) for tokens in completions]
+    parts = _grams_of(completions)
+    sets = [
+        _distinct(grams if len(tokens) >= GRAM else _grams(tokens, len(tokens)))
+        for tokens, grams in zip(completions, parts, strict=True)
+    ]
     grams = np.concatenate(sets)
     # Most n-grams are of one completion alone, and count for no pair.
     ordered = np.sort(grams)
@@ -207,13 +210,23 @@ def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[list[i
     return [len(one) for one in sets], common.tolist()
 
 
+def _grams_of(completions: Sequence[Sequence[int] | np.ndarray]) -> list[np.ndarray]:
+    """The n-grams of each completion, none where it has fewer tokens than one."""
+    ends = np.cumsum([len(tokens) for tokens in completions]).tolist()
+    # All at once; n-grams that reach into the next completion are left out.
+    grams = _grams(np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in completions]))
+    return [grams[start : max(start, end - GRAM + 1)] for start, end in pairwise([0, *ends])]
+
+
 def _grams(tokens: Sequence[int] | np.ndarray, size: int = GRAM) -> np.ndarray:
     """[n - size + 1] uint64, a hash of each n-gram; two that differ have the same with a probability of 2^-64 or so."""
-    ids = np.asarray(tokens, dtype=np.uint64)
+    ids = np.asarray(tokens).astype(np.uint64) + np.uint64(1)
     found = np.zeros(max(0, len(ids) - size + 1), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for at in range(size):
-            found = (found ^ (found >> np.uint64(29))) * _FACTOR + ids[at : at + len(found)] + np.uint64(1)
+    for at in range(size):
+        # In place: new memory for each number costs as much as the numbers do.
+        found ^= found >> np.uint64(29)
+        found *= _FACTOR
+        found += ids[at : at + len(found)]
     return found
 
 
