@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from tiny_runs import HELD_OUT, recipe
 from strop.config.loading import load_config
 from strop.errors import UserError
 from strop.loops.evaluate import evaluate_model
+from strop.loops.garbage import OBJECTS
 from strop.loops.prepare import prepare
 from strop.loops.rollout import rollout
+from strop.loops.run import Run
 from strop.loops.train import train
 
 PROGRAMS = {"rewards.verifiers": [{"kind": "code", "tests": "answer"}], "data.eval": HELD_OUT}
@@ -61,3 +65,26 @@ def test_nor_do_stages_that_were_looked_at(config: Any, tmp_path: Path) -> None:
 
     _check(config())
     assert not sandboxes()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_python_looks_for_garbage_as_before_when_a_run_has_ended(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    during: list[tuple[int, int, int]] = []
+
+    def collected(run: Any) -> Any:
+        during.append(gc.get_threshold())
+        if fails:
+            raise UserError("no more")
+        return original(run)
+
+    original = Run.collect
+    monkeypatch.setattr(Run, "collect", collected)
+    before, frozen = gc.get_threshold(), gc.get_freeze_count()
+    with pytest.raises(UserError, match="no more") if fails else nullcontext():
+        train(load_config(None, data=recipe(**{"run.steps": 1})))
+    assert during[0] == (OBJECTS, *before[1:])
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == frozen

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +14,7 @@ import torch
 from strop.config import Config
 from strop.loops.event_loop import when_asked_to_leave
 from strop.loops.folder import OpenedFolder, close_after, open_folder
+from strop.loops.garbage import look_rarely
 from strop.loops.place import Place
 from strop.loops.randomness import random_state, restore_random, set_seed
 from strop.loops.selection import evaluations_of, ranking, stop_reason
@@ -51,6 +51,8 @@ class BaseRun(ABC):
         self._started = time.perf_counter()
         self._saved_at: int | None = None
         self._resumed = opened.checkpoint is not None
+        self.look_as_before: Callable[[], None] = lambda: None
+        """Undoes what `loops/garbage.py` did for the run."""
         self.leaving = False
         """Whether the run was asked to save at the end of this step and to end: its machine is about to be taken."""
 
@@ -100,15 +102,15 @@ class BaseRun(ABC):
             display.close()
             await place.close()
             raise
-        # What is in memory by now stays: the collector need not look through all of it, 0.2 s, every few steps.
-        gc.collect()
-        gc.freeze()
+        look_as_before = look_rarely()
         try:
             run = await place.aside(lambda: cls(prepared, place, opened, display, **others))
+            run.look_as_before = look_as_before
             await run._restore(opened)
             run._show_start(opened)
             return run
         except BaseException as error:
+            look_as_before()
             display.close()
             opened.close(error)
             await place.close()
@@ -236,7 +238,7 @@ class BaseRun(ABC):
 
     async def close(self, error: BaseException | None) -> None:
         """Give back everything; the run's manifest notes how it ended."""
-        gc.unfreeze()
+        self.look_as_before()
         self.display.close()
         self.metrics.close()
         await self.place.close()
