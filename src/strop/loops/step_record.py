@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -62,10 +63,10 @@ def episode_records(
     """
     records = [_record(episode, stream, prompts) for episode, stream in streams]
     if batch is not None and batch.advantages is not None:
-        edges = np.cumsum(batch.lengths().numpy())[:-1]
-        advantages, logprobs = (np.split(one.numpy(), edges) for one in (batch.advantages, batch.extra["logprobs"]))
-        for record, advantage, logprob in zip(records, advantages, logprobs, strict=True):
-            record.advantages, record.trainer_logprobs = advantage, logprob
+        advantages, logprobs = batch.advantages.numpy(), batch.extra["logprobs"].numpy()
+        edges = np.cumsum(batch.lengths().numpy()).tolist()
+        for record, (start, end) in zip(records, pairwise([0, *edges]), strict=True):
+            record.advantages, record.trainer_logprobs = advantages[start:end], logprobs[start:end]
     records += [_record(episode, stream, prompts) for episode in failed for stream in episode.streams()]
     return records
 

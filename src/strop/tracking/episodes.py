@@ -180,6 +180,8 @@ def drop_episodes_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
+# `json.dumps` makes such an encoder for each call.
+_AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str).encode
 _REPEATED = [
     *("prompt_id", "prompt_text", "answer", "status", "detail", "row", "components.key_value.key"),
     *(f"{name}.list.element" for name in ("tokens", "advantages", "versions")),
@@ -211,7 +213,7 @@ def _table(records: Sequence[EpisodeRecord]) -> pa.Table:
         values = _flat([part for part in parts if part is not None], lengths[known], dtype, name)
         hidden = None
         if name.endswith("logprobs"):
-            hidden = ~mask[np.repeat(known, lengths)] | np.isnan(values)
+            hidden = ~(mask if known.all() else mask[np.repeat(known, lengths)]) | np.isnan(values)
         columns[name] = _lists(values, shown, hidden=hidden, missing=~known)
     for name in fields.names:
         if name not in columns:
@@ -220,12 +222,12 @@ def _table(records: Sequence[EpisodeRecord]) -> pa.Table:
 
 
 def _flat(parts: Sequence[np.ndarray], lengths: np.ndarray, dtype: type, name: str) -> np.ndarray:
-    for part, length in zip(parts, lengths, strict=True):
+    for part, length in zip(parts, lengths.tolist(), strict=True):
         if len(part) != length:
             raise ValueError(f"{name} has {len(part)} entries for {length} tokens")
     if not len(parts):
         return np.zeros(0, dtype=dtype)
-    return np.concatenate([np.asarray(part) for part in parts]).astype(dtype, copy=False)
+    return np.concatenate(parts, dtype=dtype, casting="unsafe")
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -249,7 +251,7 @@ def _lists(
 
 def _cell(name: str, value: Any) -> Any:
     if name == "row":
-        return json.dumps(dict(value), ensure_ascii=False, default=str)
+        return _AS_JSON(dict(value))
     if name == "components":
         return [(key, None if math.isnan(score) else float(score)) for key, score in value.items()]
     if name == "reward":
