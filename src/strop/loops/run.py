@@ -213,7 +213,7 @@ class Run(BaseRun):
             metrics |= self.stream.curriculum.metrics()
         tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
         if self.config.offline is None:
-            metrics["staleness/max"] = float(self.step - 1 - batch.versions[batch.versions >= 0].min())
+            metrics["staleness/max"] = float(self.step - 1 - step_batch.served_versions(batch).min())
         else:
             # Nobody sampled anything, and versions count the steps of another run.
             metrics["tokens/read"] = metrics.pop("tokens/sampled")
@@ -362,8 +362,8 @@ class Run(BaseRun):
         return untrained and self.collector.own(groups)
 
     def _check_staleness(self, batch: TokenBatch) -> None:
-        age = self.step - batch.versions[batch.versions >= 0]
-        oldest, youngest = int(age.max()), int(age.min())
+        served = step_batch.served_versions(batch)
+        oldest, youngest = self.step - int(served.min()), self.step - int(served.max())
         if oldest > self.config.rollout.max_staleness or youngest < 0:
             raise RunFailure(
                 f"a token of this step is {oldest} versions old, and at most {self.config.rollout.max_staleness} is "

@@ -12,7 +12,7 @@ from strop.rewards.protocol import Reward, Verdict
 
 def is_for(verifier: VerifierSettings, row: Mapping[str, Any]) -> bool:
     """Whether a verifier is for completions of this row: every column of `when` has one of the values it names."""
-    return all(
+    return not verifier.when or all(
         row.get(column) in wanted if isinstance(wanted, list) else row.get(column) == wanted
         for column, wanted in verifier.when.items()
     )

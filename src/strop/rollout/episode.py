@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 
 TurnId = int
+_NO_LOGPROBS, _NO_VERSIONS = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32)
+"""Those of a turn that nobody sampled."""
+_HAIR = np.float32(1e-4)
+"""Largest log-probability that is one."""
 
 
 class Status(StrEnum):
@@ -149,10 +153,10 @@ class Episode:
         # None becomes NaN, which is in no range. A hair above 0 is rounding of log-sum-exp; anything more is a
         # log-probability of something else.
         numbers, served = np.asarray(logprobs, dtype=np.float32), np.asarray(versions, dtype=np.int32)
-        if not (sound := (numbers > -np.inf) & (numbers <= 1e-4)).all():
-            position = int(np.argmin(sound))
+        if len(numbers) and not (numbers.min() > -np.inf and numbers.max() <= _HAIR):
+            position = int(np.argmin((numbers > -np.inf) & (numbers <= _HAIR)))
             raise ValueError(f"sampled token {position} has log-probability {logprobs[position]}")
-        if (served < 0).any():
+        if len(served) and served.min() < 0:
             position = int(np.argmax(served < 0))
             raise ValueError(f"sampled token {position} has weight version {versions[position]}")
         return self._append("assistant", tokens, numbers, served, parent, finish)
@@ -228,19 +232,15 @@ class Episode:
             raise ValueError(f"turn {parent} does not exist; the episode has {len(self.turns)} turns")
         # Copies: an array of the caller's must neither be locked nor be able to change what was written.
         ids = np.array(tokens, dtype=np.int64)
-        if ids.ndim != 1 or (ids < 0).any():
+        if ids.ndim != 1 or (len(ids) and ids.min() < 0):
             raise ValueError("tokens must be a flat sequence of token ids of at least 0")
-        turn = Turn(
-            role=role,
-            tokens=ids,
-            logprobs=np.minimum(np.asarray(logprobs, dtype=np.float32), 0.0),
-            versions=np.array(versions, dtype=np.int32),
-            parent=parent,
-            finish=finish,
-        )
-        for array in (turn.tokens, turn.logprobs, turn.versions):
+        sure, served = _NO_LOGPROBS, _NO_VERSIONS
+        if role == "assistant":
+            sure = np.minimum(np.asarray(logprobs, dtype=np.float32), 0.0)
+            served = np.array(versions, dtype=np.int32)
+        for array in (ids, sure, served):
             array.setflags(write=False)
-        self.turns.append(turn)
+        self.turns.append(Turn(role, ids, sure, served, parent, finish))
         return len(self.turns) - 1
 
     def _path(self, leaf: TurnId) -> tuple[TurnId, ...]:
@@ -261,8 +261,10 @@ class Episode:
     def _stream(self, path: tuple[TurnId, ...], taken: set[int]) -> TokenStream:
         tokens = np.concatenate([self.turns[turn].tokens for turn in path])
         mask = np.zeros(len(tokens), dtype=np.bool_)
-        logprobs = np.full(len(tokens), np.nan, dtype=np.float32)
-        versions = np.full(len(tokens), -1, dtype=np.int32)
+        # `np.full` takes longer than the rest of this.
+        logprobs, versions = np.empty(len(tokens), dtype=np.float32), np.empty(len(tokens), dtype=np.int32)
+        logprobs.fill(np.nan)
+        versions.fill(-1)
         end = 0
         for turn_id in path:
             turn = self.turns[turn_id]

@@ -37,15 +37,16 @@ def token_batch(
     truncated: Sequence[bool],
 ) -> TokenBatch:
     """Lay streams end to end. Sequence-level arguments have one entry for each stream."""
-    lengths = [len(stream.tokens) for stream in streams]
+    lengths = np.array([len(stream.tokens) for stream in streams], dtype=np.int64)
+    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
 
     def flat(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.concatenate(arrays)).to(dtype)
 
     return TokenBatch(
         input_ids=flat([s.tokens for s in streams], torch.int64),
-        position_ids=flat([np.arange(length) for length in lengths], torch.int64),
-        seq_ids=torch.repeat_interleave(torch.arange(len(streams)), torch.tensor(lengths)),
+        position_ids=torch.from_numpy(np.arange(len(begins)) - begins),
+        seq_ids=torch.from_numpy(np.repeat(np.arange(len(streams)), lengths)),
         loss_mask=flat([s.loss_mask for s in streams], torch.bool),
         sampler_logprobs=flat([s.logprobs for s in streams], torch.float32),
         versions=flat([s.versions for s in streams], torch.int32),
