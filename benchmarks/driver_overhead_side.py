@@ -28,7 +28,7 @@ from strop.rollout.engine import EngineStats, SampleRequest, SampleResult, Weigh
 
 CHARACTERS = string.digits + string.ascii_letters + " ,.+-*/=()"
 PROMPT = 32
-PARTS = ("whole", "collect", "build_batch", "update", "publish", "look", "record", "evaluate_and_save", "cpu")
+PARTS = ("whole", "collect", "build_batch", "update", "publish", "look", "record", "evaluate_and_save")
 
 
 class IdleEngine:
@@ -186,17 +186,18 @@ def recipe(job: dict[str, Any], folder: str) -> Any:
 
 @asynccontextmanager
 async def timed(seconds: dict[str, float], part: str) -> AsyncIterator[None]:
-    started = time.perf_counter()
+    started, busy = time.perf_counter(), time.process_time()
     yield
-    seconds[part] = time.perf_counter() - started
+    seconds[part], seconds[f"cpu of {part}"] = time.perf_counter() - started, time.process_time() - busy
 
 
 async def steps(config: Any, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of each part of each step that is measured, and of this process's cores in it ("cpu")."""
+    """Seconds of each part of each step that is measured, and of this process's cores in it ("cpu of ..."), those of
+    its threads included."""
     from strop.loops.online import open_run
 
     run.find_place = find_idle_place
-    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    found: dict[str, list[float]] = {name: [] for part in PARTS for name in (part, f"cpu of {part}")}
     profile = cProfile.Profile()
     async with open_run(config, fresh=True) as going:
         await going.begin()
@@ -205,7 +206,6 @@ async def steps(config: Any, job: dict[str, Any]) -> dict[str, list[float]]:
             if measured and job["profile"]:
                 profile.enable()
             seconds: dict[str, float] = {}
-            busy = time.process_time()
             async with timed(seconds, "whole"):
                 async with timed(seconds, "collect"):
                     groups = await going.collect()
@@ -222,11 +222,10 @@ async def steps(config: Any, job: dict[str, Any]) -> dict[str, list[float]]:
                     going.record(groups, batch, stats)
                 async with timed(seconds, "evaluate_and_save"):
                     await going.evaluate_and_save_if_due()
-            seconds["cpu"] = time.process_time() - busy
             profile.disable()
             if measured:
-                for part in PARTS:
-                    found[part].append(seconds[part])
+                for name, values in found.items():
+                    values.append(seconds[name])
     if job["profile"]:
         profile.dump_stats(job["profile"])
     return found
