@@ -68,9 +68,7 @@ def summary(repeats: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
             part: round(1000 * measure.median([one for repeat in repeats for one in repeat[part]]), 2)
             for part in repeats[0]
         },
-        "least": {
-            part: round(1000 * min(one for repeat in repeats for one in repeat[part]), 2) for part in repeats[0]
-        },
+        "least": {part: round(1000 * min(one for repeat in repeats for one in repeat[part]), 2) for part in repeats[0]},
         "whole": [[round(1000 * one, 2) for one in repeat["whole"]] for repeat in repeats],
     }
 
