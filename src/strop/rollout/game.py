@@ -13,10 +13,11 @@ from strop.environments import checks
 from strop.environments.conversation import Conversation
 from strop.environments.protocol import Done, Environment, Observation, PolicyTurn
 from strop.errors import StropError
+from strop.rollout.asking import Failed, own_copy, too_long
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
 from strop.rollout.windows import all_or_none, cancel
-from strop.rollout.world import Failed, PromptLike, Speaker, World, own_copy, too_long
+from strop.rollout.world import PromptLike, Speaker, World
 
 
 @dataclass(frozen=True)

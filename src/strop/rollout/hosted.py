@@ -12,10 +12,11 @@ import numpy as np
 
 from strop.environments import checks
 from strop.environments.driven import Driven, Driver, Path, Sampled
+from strop.rollout.asking import Failed, own_copy, too_long
 from strop.rollout.calls import Raised, TooLong, result, start, stop
 from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
-from strop.rollout.world import Failed, PromptLike, Speaker, World, own_copy, too_long
+from strop.rollout.world import PromptLike, Speaker, World
 
 
 @dataclass(frozen=True)

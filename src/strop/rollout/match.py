@@ -11,10 +11,11 @@ from strop.environments import checks
 from strop.environments.conversation import Conversation
 from strop.environments.protocol import Done, PolicyTurn
 from strop.environments.self_play import ROLE, Match, Move
+from strop.rollout.asking import Failed, own_copy, too_long
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
 from strop.rollout.game import begin_conversation, begin_reading, observe
-from strop.rollout.world import Failed, PromptLike, Speaker, World, own_copy, too_long
+from strop.rollout.world import PromptLike, Speaker, World
 
 
 @dataclass

@@ -8,12 +8,13 @@ from dataclasses import replace
 from strop.config.rollout import TreeSettings
 from strop.environments.driven import Driver
 from strop.models.detokenizing import detokenizer
+from strop.rollout.asking import Failed, Home
 from strop.rollout.engine import Engine, SampleSettings
 from strop.rollout.episode import Episode, Status
 from strop.rollout.game import Game
 from strop.rollout.hosted import Host
 from strop.rollout.match import SelfPlay
-from strop.rollout.world import Detokenizer, Failed, PromptLike, Speaker, World
+from strop.rollout.world import Detokenizer, PromptLike, Speaker, World
 
 
 class Player:
@@ -51,7 +52,8 @@ class Player:
 
         Returns:
             The episode, or all that it became: the leaves of its tree, or the roles of its match. Their sample numbers
-            are those of the episode and up to `most()` after it.
+            are those of the episode and up to `most()` after it. Where environments live in other processes it may be
+            another object than the one given.
         """
         world = self._world
         if world is None:
@@ -62,11 +64,32 @@ class Player:
         if tree is not None:
             episode.branch = (episode.sample,)
         settings = replace(settings, stop=(*settings.stop, *world.factory.stop))
+
+        async def play(home: Home, begun: Episode) -> list[Episode]:
+            here = replace(world, elsewhere=home)
+            return await self._played(here, begun, prompt, settings, stream, tree)
+
         try:
-            environment = await world.make()
+            return await world.home.played(stream, episode, play)
         except Failed as failure:
             failure.mark(episode)
             return [episode]
+
+    async def _played(
+        self,
+        world: World,
+        episode: Episode,
+        prompt: PromptLike,
+        settings: SampleSettings,
+        stream: tuple[int, ...],
+        tree: TreeSettings | None,
+    ) -> list[Episode]:
+        """The same, once.
+
+        Raises:
+            Failed: there is no environment to play with.
+        """
+        environment = await world.make()
         if world.factory.roles:
             return await SelfPlay(self._speaker, world, environment, episode, prompt, settings, stream).play()
         if isinstance(environment, Driver):
