@@ -108,18 +108,20 @@ class WorkerGroup:
             )
         return self._first.result(answers[0])
 
-    async def restart(self, index: int, remake: Remake | None = None) -> WorkerHandle:
-        """Start one worker again, for a role whose members do not talk to each other (engines).
+    async def restart(self, index: int, remake: Remake | None = None, *, counted: bool = True) -> WorkerHandle:
+        """Start one worker again, for a role whose members do not talk to each other (engines, environments).
 
         Args:
-            remake: builds what it holds; what `make` built last when not given.
+            remake: builds what it holds; what `make` built last when not given. counted: against
+                `supervision.restarts`; else whoever calls this counts it.
 
         Raises:
             WorkerLost: as many were restarted as `supervision.restarts` allows.
         """
         old = self.workers[index]
         loss = old.lost or WorkerLost.of(old, "it was to be started again")
-        self._supervisor.spend_restart(loss)
+        if counted:
+            self._supervisor.spend_restart(loss)
         old.lose("it was started again")
         self._supervisor.forget(old)
         worker = self.workers[index] = await self._start(index)

@@ -25,6 +25,8 @@ class Ask:
     device: Device
     cpus: int = 1
     key: str = ""
+    threads: int | None = None
+    """CPU threads of each process; None for a share of the cluster's CPUs."""
     together: bool = True
     """On one node where that can be: processes that talk to each other all the time."""
 
@@ -63,11 +65,16 @@ class Placement:
             placed.release()
 
 
-def asks(*, ranks: int, engines: int, colocated: bool, device: Device) -> list[Ask]:
-    """What a run needs. A colocated engine lives in the process of the first trainer rank and needs nothing."""
+def asks(*, ranks: int, engines: int, colocated: bool, device: Device, environments: int = 0) -> list[Ask]:
+    """What a run needs. A colocated engine lives in the process of the first trainer rank and needs nothing;
+    environments need no GPU."""
     found = [Ask("trainer", ranks, device, key="cluster.trainer.ranks")]
     if not colocated:
         found.append(Ask("engine", engines, device, key="cluster.engines.count", together=False))
+    if environments:
+        found.append(
+            Ask("environment", environments, "cpu", key="cluster.environments.workers", threads=1, together=False)
+        )
     return found
 
 
@@ -83,13 +90,16 @@ async def place(wanted: Sequence[Ask], *, wait: float) -> Placement:
     ray = import_ray()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     check_enough(wanted, [node["Resources"] for node in nodes])
-    threads = max(1, int(_total(nodes, "CPU")) // max(1, sum(ask.count for ask in wanted)))
+    # What some processes take is not there for the others.
+    left_over = int(_total(nodes, "CPU")) - sum(ask.count * ask.threads for ask in wanted if ask.threads is not None)
+    threads = max(1, left_over // max(1, sum(ask.count for ask in wanted if ask.threads is None)))
     placement, deadline = Placement({}, []), asyncio.get_running_loop().time() + wait
     try:
         for ask in wanted:
             strategy, why = choose_strategy(ask, [node["Resources"] for node in nodes])
             group = ray.util.placement_group([ask.bundle] * ask.count, strategy=strategy)
-            placed = Placed(ask, group, strategy, min(threads, MOST_BESIDE_A_GPU) if ask.device == "cuda" else threads)
+            share = min(threads, MOST_BESIDE_A_GPU) if ask.device == "cuda" else threads
+            placed = Placed(ask, group, strategy, share if ask.threads is None else ask.threads)
             placement.roles[ask.role] = placed
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             if not await asyncio.to_thread(group.wait, left):

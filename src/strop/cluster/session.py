@@ -37,6 +37,10 @@ class Session:
         """How many GPUs the cluster has, whoever holds them."""
         return int(import_ray().cluster_resources().get("GPU", 0))
 
+    def free_cpus(self) -> float:
+        """How many CPUs of the cluster nobody holds."""
+        return float(import_ray().available_resources().get("CPU", 0.0))
+
     def close(self) -> None:
         """Let go of the cluster, and end it if it was started here."""
         import ray

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from strop.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from strop.config.base import Auto, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
 
 class TrainerPlacement(StrictModel):
@@ -60,6 +60,16 @@ class EnginePlacement(StrictModel):
     one trainer rank). `separate`: in processes of their own. `auto` is `colocated` where that can be."""
 
 
+class EnvironmentPlacement(StrictModel):
+    """`cluster.environments:` the processes that environments live in."""
+
+    workers: NonNegativeInt | Auto = "auto"
+    """Processes of one CPU each that play the environments' part of episodes, many at once; 0 keeps environments in
+    the driver. `auto` takes up to 4 for Python classes and Gymnasium (`environment.kind`: `python`, `self_play`,
+    `gymnasium`), whose code computes where it lives, if the cluster has CPUs to spare; others stay in the driver.
+    Results do not depend on it."""
+
+
 class PublishingSettings(StrictModel):
     """`cluster.publishing:` how new weights get from the trainer to the engines."""
 
@@ -94,7 +104,8 @@ class SupervisionSettings(StrictModel):
     """Most seconds that anything may take that is asked of a process; the error names who is missing."""
     restarts: NonNegativeInt = 3
     """How often lost processes are started again in one run. Engines get the weights anew and are proved; after the
-    loss of a trainer rank the run goes on from its last checkpoint."""
+    loss of a trainer rank the run goes on from its last checkpoint. The loss of an environment worker is not counted
+    when it was an episode's environment that ended it: that episode gets the status `environment_error`."""
 
     @model_validator(mode="after")
     def _asked_in_time(self) -> Self:
@@ -110,7 +121,8 @@ class ClusterSettings(StrictModel):
     """`cluster:` one process, or Ray with any number of nodes. Nothing else in a recipe changes with it."""
 
     kind: Literal["local", "ray"] = "local"
-    """`local`: everything in one process, where a debugger works. `ray`: trainer ranks and engines are Ray actors."""
+    """`local`: everything in one process, where a debugger works. `ray`: trainer ranks, engines and
+    workers of environments are Ray actors."""
     address: str | None = None
     """With `ray`: the cluster to attach to, such as `auto` or `ray://head:10001`; one is started on this machine when
     not set."""
@@ -118,6 +130,8 @@ class ClusterSettings(StrictModel):
     """The processes that train."""
     engines: EnginePlacement = EnginePlacement()
     """The processes that sample."""
+    environments: EnvironmentPlacement = EnvironmentPlacement()
+    """The processes that environments live in."""
     publishing: PublishingSettings = PublishingSettings()
     """How weights get from one to the other."""
     supervision: SupervisionSettings = SupervisionSettings()
@@ -134,7 +148,7 @@ class ClusterSettings(StrictModel):
                 f"transport {self.publishing.transport} has no effect in one process, where trainer and engine share "
                 "the weights: use cluster.kind: ray"
             )
-        for name in ("address", "trainer", "publishing", "supervision"):
+        for name in ("address", "trainer", "environments", "publishing", "supervision"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} has no effect with kind: local")
         return self

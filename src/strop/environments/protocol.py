@@ -94,6 +94,8 @@ class EnvironmentFactory(ABC):
     """Whether the environments have `fork`."""
     roles: Sequence[str] = ()
     """The roles of a match of the policy against itself (`environments/self_play.py`); empty for one role only."""
+    drives: bool = False
+    """Whether what it makes is a `Driver`, which asks the policy for tokens when it wants some."""
 
     @abstractmethod
     def make(self) -> Any:

@@ -28,6 +28,8 @@ class SlimeFactory(EnvironmentFactory):
         UserError: the function cannot be imported or is of another form.
     """
 
+    drives = True
+
     def __init__(self, settings: SlimeEnvironment, *, where: str = "environment") -> None:
         stand_in()
         self._settings = settings

@@ -30,6 +30,8 @@ class VerifiersFactory(EnvironmentFactory):
         UserError: there is no such taskset or environment, or its configuration does not fit.
     """
 
+    drives = True
+
     def __init__(self, settings: VerifiersEnvironment, template: str | None, *, where: str = "environment") -> None:
         if importlib.util.find_spec("verifiers") is None:
             raise MissingExtra("verifiers", extra="verifiers", needed_for=f"`{where}.kind: verifiers`")

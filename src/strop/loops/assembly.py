@@ -34,6 +34,7 @@ from strop.rollout.engines.vllm import VllmEngine
 from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
 from strop.rollout.player import Player
 from strop.rollout.recorded import RecordedCollector
+from strop.rollout.world import World
 from strop.tracking.atomic import replacing
 from strop.training.parallel.ranks import Alone
 from strop.training.single import SingleDeviceTrainer
@@ -221,9 +222,9 @@ def make_stream(prepared: Prepared) -> PromptStream:
     return PromptStream(train, cursor, curriculum)
 
 
-def make_player(prepared: Prepared, roles: Roles, engine: Engine) -> Player:
+def make_player(world: World | None, roles: Roles, engine: Engine) -> Player:
     """What plays the episodes of training and evaluation."""
-    return Player(engine, roles.tokenizer, prepared.world)
+    return Player(engine, roles.tokenizer, world)
 
 
 def make_collector(

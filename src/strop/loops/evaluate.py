@@ -160,7 +160,7 @@ def _evaluate(prepared: Prepared, prompts: int | None) -> Scores:
             if prepared.world is not None:
                 await prepared.world.factory.open()
             scores, episodes = await evaluate(
-                assembly.make_player(prepared, roles, engine),
+                assembly.make_player(prepared.world, roles, engine),
                 prepared.scorer,
                 prepared.held_out,
                 evaluation_settings(config),

@@ -13,6 +13,7 @@ from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
 from strop.publishing.shared import SharedPublisher
 from strop.rollout.engine import Engine
+from strop.rollout.world import World
 
 T = TypeVar("T")
 
@@ -26,10 +27,12 @@ class Publishes(Protocol):
 class Place(Protocol):
     """Makes the parts of a run where they are to be.
 
-    roles: the model, or what is known of it here. reasons: lines that say what was chosen and why.
+    roles: the model, or what is known of it here. world: what answers the policy's turns, None where nothing does.
+    reasons: lines that say what was chosen and why.
     """
 
     roles: assembly.Roles
+    world: World | None
     reasons: tuple[str, ...]
 
     async def aside(self, work: Callable[[], T]) -> T:
@@ -65,6 +68,7 @@ class Here:
     def __init__(self, prepared: Prepared | PreparedExamples, roles: assembly.Roles) -> None:
         self._prepared: Any = prepared
         self.roles = roles
+        self.world: World | None = getattr(prepared, "world", None)
 
     async def aside(self, work: Callable[[], T]) -> T:
         return work()

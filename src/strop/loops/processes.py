@@ -1,4 +1,4 @@
-"""The trainer's ranks and the engines of a run as Ray actors."""
+"""The trainer's ranks, the engines and the environments' workers of a run as Ray actors."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
 from strop.loops import assembly
 from strop.loops.critic import Critic, SharedCritic
+from strop.loops.environment_workers import check_workers, choose_workers, environments_in
 from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.rank_host import Facts, Task
@@ -37,6 +38,7 @@ from strop.publishing.publisher import Publisher
 from strop.publishing.sides import Delivered
 from strop.publishing.transports.protocol import Offer
 from strop.rollout.engine import Engine
+from strop.rollout.world import World
 from strop.training.parallel.choose import check_ranks
 
 T = TypeVar("T")
@@ -67,6 +69,7 @@ class Processes:
     """Where everything is that computes. `start` makes it.
 
     engines: the group of the engines; None where the engine is with the first trainer rank, or there is none.
+    environments: that of the environments' workers; None where environments are here, or there are none.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Processes:
         self.reasons: tuple[str, ...] = ()
         self.trainers: WorkerGroup
         self.engines: WorkerGroup | None = None
+        self.environments: WorkerGroup | None = None
+        self.world: World | None = getattr(prepared, "world", None)
         self.roles: assembly.Roles
         self._publisher: RemotePublisher | None = None
 
@@ -99,18 +104,29 @@ class Processes:
         check_ranks(config)
         together = sampled and colocated(settings)
         engines = settings.engines.count if sampled and not together else 0
+        world: World | None = getattr(prepared, "world", None)
+        check_workers(config, world)
         count = settings.trainer.ranks + engines
-        session = open_session(settings.address, cpus=count)
+        asked = settings.environments.workers if world is not None else 0
+        session = open_session(settings.address, cpus=count + (0 if asked == "auto" else asked))
         supervisor = Supervisor(settings.supervision)
         logs = Path(tempfile.mkdtemp(prefix=".starting-", dir=_made(Path(config.run.folder))))
         device, why = device_of(config, prepared.hardware.device.type, session.gpus())
-        wanted = asks(ranks=settings.trainer.ranks, engines=max(1, engines), colocated=engines == 0, device=device)
+        # One is the driver's.
+        environments, where = choose_workers(config, world, session.free_cpus() - count - 1)
+        wanted = asks(
+            ranks=settings.trainer.ranks,
+            engines=max(1, engines),
+            colocated=engines == 0,
+            device=device,
+            environments=environments,
+        )
         placement = Placement({}, [])
         self = None
         try:
             placement = await place(wanted, wait=settings.supervision.wait)
             self = cls(prepared, session, supervisor, placement, logs)
-            self._device, self.reasons = device, why
+            self._device, self.reasons = device, (*why, *where)
             await self._start(scalar=scalar, together=together, engines=engines)
         except BaseException:
             if self is None:
@@ -212,6 +228,10 @@ class Processes:
                 for index, worker in enumerate(self.engines.workers)
             ]
         self._engine_task = replace(task, algorithm=None)
+        if "environment" in self._placement.roles:
+            # Threads of torch, which they do not load, are none of their business.
+            self.environments = await start(self._placement.roles["environment"], threads=0)
+            making.append(self._make_environments(self.environments))
         await asyncio.gather(*making)
         self._ask = Asked(self.trainers, self._loop)
         facts: Facts = await self.trainers.call("facts")
@@ -231,12 +251,19 @@ class Processes:
             where = ["the engine samples with the trainer's own weights"]
         self.reasons = (*self._session.reasons, *self.reasons, *self._placement.reasons, *facts.reasons, *where)
 
+    async def _make_environments(self, group: WorkerGroup) -> None:
+        self.world = await environments_in(group, self._supervisor, self._prepared)
+
     def _groups(self) -> list[WorkerGroup]:
+        return [*self._computing(), *([] if self.environments is None else [self.environments])]
+
+    def _computing(self) -> list[WorkerGroup]:
+        """Those that hold the model."""
         return [group for group in (getattr(self, "trainers", None), self.engines) if group is not None]
 
     def loss(self) -> WorkerLost | None:
-        """The process that was lost first; None while all are there."""
-        found = [worker.lost for group in self._groups() for worker in group.workers if worker.lost is not None]
+        """The process with the model that was lost first; None while all are there."""
+        found = [worker.lost for group in self._computing() for worker in group.workers if worker.lost is not None]
         return min(found, key=lambda loss: loss.at, default=None)
 
     def _transport(self) -> tuple[str, str]:
@@ -244,7 +271,7 @@ class Processes:
         asked = self._settings.publishing.transport
         if asked != "auto":
             return asked, "cluster.publishing.transport"
-        nodes = {worker.node for group in self._groups() for worker in group.workers}
+        nodes = {worker.node for group in self._computing() for worker in group.workers}
         if self._device == "cuda":
             return "broadcast", "each process has a GPU of its own"
         if len(nodes) == 1:

@@ -60,7 +60,7 @@ class Run(BaseRun):
         verifiers = self.config.rewards.verifiers if self.config.rewards is not None else []
         self._environment_weight = sum(v.weight for v in verifiers if v.kind == "environment")
         self.stream: PromptStream = assembly.make_stream(prepared)
-        self.player = assembly.make_player(prepared, roles, self.engine)
+        self.player = assembly.make_player(place.world, roles, self.engine)
         self.collector = assembly.make_collector(
             prepared, roles, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
@@ -78,8 +78,8 @@ class Run(BaseRun):
 
     async def begin(self) -> None:
         """Warm up and score the model, unless the run has gone past that."""
-        if self.prepared.world is not None:
-            await self.prepared.world.factory.open()
+        if self.place.world is not None:
+            await self.place.world.factory.open()
         if self._resumed:
             self._watch.go_on()
             self._say_if_done()
@@ -234,8 +234,8 @@ class Run(BaseRun):
         self.display.close()
         await self.collector.close()
         await self.engine.close()
-        if self.prepared.world is not None:
-            await self.prepared.world.factory.close()
+        if self.place.world is not None:
+            await self.place.world.factory.close()
         for scorer in (self.prepared.scorer, self.prepared.held_out_scorer):
             if scorer is not None:
                 await scorer.close()

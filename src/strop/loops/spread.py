@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from strop.cluster.placement import Device
 from strop.config import Config
-from strop.config.cluster import ClusterSettings, PublishingSettings
+from strop.config.cluster import ClusterSettings, EnvironmentPlacement, PublishingSettings
 from strop.errors import ConfigError, UserError
 
 
@@ -55,8 +55,12 @@ def idle_in_cluster(config: Config) -> Iterator[UserError]:
     settings = config.cluster
     if settings.kind == "local":  # its own validation has looked
         return
+    if config.supervised is None and config.environment is None:
+        for key, field in EnvironmentPlacement.model_fields.items():
+            if getattr(settings.environments, key) != field.default:
+                yield _idle(f"cluster.environments.{key}", "without `environment`")
     if config.supervised is not None:
-        for name in ("engines", "publishing"):
+        for name in ("engines", "environments", "publishing"):
             given = getattr(settings, name)
             for key, field in type(given).model_fields.items():
                 if getattr(given, key) != field.default:
