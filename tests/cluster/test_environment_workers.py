@@ -277,8 +277,10 @@ async def test_an_environment_that_ends_its_worker_is_found_and_no_restart_is_co
     found = await asyncio.gather(*tasks, return_exceptions=True)
     assert [e.completion.split()[0] for e in found[:16]] == ["3"] * 16  # type: ignore[union-attr]
     for failed in found[16:]:
-        assert isinstance(failed, Failed)
-        assert failed.status == "environment_error"
+        assert isinstance(failed, Episode)
+        assert (failed.status, failed.failed) == ("environment_error", "environment")
+        # What was said in its last try.
+        assert failed.completion.split()[0] == "1"
         assert f"the environment has ended its process {TRIES} times, the last time alone in it" in failed.detail
     assert hosted.spent == 0
     assert hosted.home._cases == []
@@ -334,7 +336,7 @@ async def test_what_blocks_a_worker_stops_nobody_else_and_is_ended(host: Host, m
         run(hosted.home, turns("block 600"), group=2), run(hosted.home, turns("wait 0.5", "go on"), group=3),
         return_exceptions=True,
     )  # fmt: skip
-    assert isinstance(found[0], Failed)
+    assert isinstance(found[0], Episode)
     assert found[0].status == "timeout"
     assert f"has blocked the event loop of its process {TRIES} times" in found[0].detail
     assert isinstance(found[1], Episode)

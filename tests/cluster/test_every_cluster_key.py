@@ -12,6 +12,7 @@ import copy
 import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ from strop.config.explain import leaves
 from strop.config.loading import load_config
 from strop.errors import ConfigError, RunFailure, UserError
 from strop.loops import place, processes, spread, train
+from strop.loops.environment_process import EnvironmentTask
+from strop.loops.environment_workers import Elsewhere, check_workers, choose_workers
 from strop.loops.place import Here, find_place
 from strop.loops.prepare import prepare
 from strop.loops.prepare_examples import prepare_examples
@@ -147,6 +150,95 @@ async def test_numbers_and_transports(attached: list[str | None], tmp_path: Path
             assert metrics["publish/version"] == version
             written = [path for path in (run / "weights", mine) if (path / f"version-{version:06d}").is_dir()]
             assert written == {"disk": [mine if folder else run / "weights"]}.get(asked, [])
+
+
+TINY = {"kind": "python", "factory": "tiny_environment:Tiny"}
+TINY_CLASS = """
+class Tiny:
+    async def reset(self, row): ...
+    async def step(self, turn): ...
+    async def close(self): ...
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A recipe's sections with an environment of the user's."""
+    (tmp_path / "tiny_environment.py").write_text(TINY_CLASS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tiny_environment", raising=False)
+    return {"environment": TINY, "rewards": {"verifiers": [{"kind": "environment"}]}}
+
+
+@shows("environments.workers")
+async def test_environments_are_where_they_are_asked_to_be(attached: list[str | None], tiny: dict[str, Any]) -> None:
+    for workers in (0, 1, 2):
+        async with started(config_of({"kind": "ray", "environments": {"workers": workers}}, **tiny)) as found:
+            names = [worker.name for worker in found.environments.workers] if workers else []
+            assert names == [f"environment {rank}" for rank in range(workers)]
+            assert isinstance(found.world.factory, Elsewhere) is bool(workers)
+            line = (
+                f"{workers} process{'es' if workers > 1 else ''} of environment"
+                if workers
+                else "in the driver: cluster"
+            )
+            assert any(line in reason for reason in found.reasons), found.reasons
+            if workers:
+                pids = {worker.pid for worker in found.environments.workers}
+                assert len(pids) == workers
+                assert os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("environment", "spare", "workers", "why"),
+    [
+        (TINY, 9, 4, "their code computes, and 9 CPUs are to spare"),
+        (TINY, 1.5, 1, "1 CPUs are to spare"),
+        (TINY, -3, 0, "no CPU to spare"),
+        ({"kind": "tools", "tools": [{"kind": "calculator"}]}, 9, 0, "they only wait for tools"),
+    ],
+)
+def test_what_auto_takes_for_environments(
+    ray_session: Any, tiny: dict[str, Any], environment: dict[str, Any], spare: float, workers: int, why: str
+) -> None:
+    with prepare(config_of({"kind": "ray"}, **{**tiny, "environment": environment})) as prepared:
+        found, reasons = choose_workers(prepared.config, prepared.world, spare)
+    assert found == workers
+    assert why in reasons[0]
+
+
+def test_without_an_environment_there_is_nothing_to_choose(ray_session: Any) -> None:
+    assert choose_workers(config_of({"kind": "ray"}), None, 9) == (0, ())
+
+
+@pytest.mark.parametrize(
+    ("environment", "drives", "says"),
+    [
+        ({"kind": "slime", "generate": "a:b"}, True, "slime drives itself: it asks the policy for tokens"),
+        ({"kind": "openenv", "url": "http://x", "action": {"a": "{action}"}, "sessions": 2}, False,
+         "3 workers cannot share 2 sessions"),
+    ],
+)  # fmt: skip
+def test_environments_that_cannot_be_in_workers(environment: dict[str, Any], drives: bool, says: str) -> None:
+    rewards = {"verifiers": [{"kind": "environment"}]}
+    config = config_of({"kind": "ray", "environments": {"workers": 3}}, environment=environment, rewards=rewards)
+    world: Any = SimpleNamespace(factory=SimpleNamespace(drives=drives), settings=config.environment)
+    with pytest.raises(ConfigError) as caught:
+        check_workers(config, world)
+    [problem] = caught.value.problems
+    assert problem.where == "cluster.environments.workers"
+    assert says in problem.what
+    assert problem.mend
+    if drives:
+        auto = config_of({"kind": "ray"}, environment=environment, rewards=rewards)
+        assert choose_workers(auto, world, 9)[0] == 0
+
+
+def test_the_sessions_of_a_server_are_shared_among_workers() -> None:
+    settings = {"kind": "openenv", "url": "http://x", "action": {"a": "{action}"}, "sessions": 5}
+    config = config_of(environment=settings, rewards={"verifiers": [{"kind": "environment"}]})
+    task = EnvironmentTask(config.environment, config.sandbox, None, ".", 3)
+    assert [task.share(index).sessions for index in range(3)] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -396,6 +488,7 @@ async def test_a_fresh_run_that_is_lost_before_it_has_a_folder_is_not_the_one_be
         ({"engines": {"placement": "separate"}}, "several processes need cluster.kind: ray"),
         ({"publishing": {"transport": "disk"}}, "transport disk has no effect in one process"),
         ({"address": "auto"}, "address has no effect with kind: local"),
+        ({"environments": {"workers": 0}}, "environments has no effect with kind: local"),
         ({"publishing": {"bucket_mb": 3}}, "publishing has no effect with kind: local"),
         ({"supervision": {"restarts": 1}}, "supervision has no effect with kind: local"),
         ({"kind": "ray", "trainer": {"ranks": 3, "tensor": 2}}, "ranks (3) cannot be divided by tensor x context"),
@@ -452,6 +545,8 @@ def test_a_placement_that_does_not_go_with_the_rest(cluster: dict[str, Any], whe
     ("config", "key"),
     [
         (lambda: config_of({"kind": "ray", "publishing": {"bucket_mb": 3}}), "cluster.publishing.bucket_mb"),
+        (lambda: config_of({"kind": "ray", "environments": {"workers": 2}}), "cluster.environments.workers"),
+        (lambda: examples_of({"kind": "ray", "environments": {"workers": 2}}), "cluster.environments.workers"),
         (lambda: examples_of({"kind": "ray", "engines": {"count": 2}}), "cluster.engines.count"),
         (lambda: examples_of({"kind": "ray", "engines": {"placement": "separate"}}), "cluster.engines.placement"),
         (lambda: examples_of({"kind": "ray", "publishing": {"transport": "ipc"}}), "cluster.publishing.transport"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,16 +12,10 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-import yaml
-from safetensors.torch import load_file
-
-from strop.cluster.session import worker_environment
+from killed_runs import Driver, assert_same
 
 pytestmark = pytest.mark.slow
 
-LONGEST = 200.0
-"""Seconds after which a run that should have come further is a failure."""
 STEPS = 8
 RECIPE: dict[str, Any] = {
     "model": {"create": {"characters": "0123456789+=", "hidden_size": 32, "layers": 1, "heads": 2, "context": 32}},
@@ -49,74 +41,12 @@ TWO_RANKS = {"kind": "ray", "trainer": {"ranks": 2, "backend": "fsdp"}}
 TWO_ENGINES = {"kind": "ray", "engines": {"count": 2}}
 
 
-class Driver:
-    """`strop train recipe.yaml` in a process of its own."""
-
-    def __init__(self, folder: Path, cluster: dict[str, Any], *, seconds: float = 0.0) -> None:
-        self.folder = folder
-        self.run = folder / "runs" / "killed"
-        (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "cluster": cluster}))
-        (folder / "slow_rewards.py").write_text(REWARDS)
-        found = {**os.environ, **worker_environment(os.environ)}
-        found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], str(folder)])
-        found |= {"OMP_NUM_THREADS": "1", "STROP_TEST_SECONDS": str(seconds)}
-        with (folder / "output.txt").open("a") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "strop", "train", "recipe.yaml"],
-                cwd=folder,
-                env=found,
-                stdout=output,
-                stderr=output,
-            )
-
-    @property
-    def output(self) -> str:
-        return (self.folder / "output.txt").read_text()
-
-    def until(self, true: Callable[[], Any]) -> Any:
-        """Wait while the driver runs; what became true."""
-        give_up = time.monotonic() + LONGEST
-        while not (found := true()):
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < give_up, self.output
-            time.sleep(0.02)
-        return found
-
-    def steps_done(self) -> int:
-        path = self.run / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def wait(self) -> int:
-        return self.process.wait(timeout=LONGEST)
-
-    def workers(self) -> dict[str, int]:
-        """Process ids by role and rank: each has a child that copies what it says to its log."""
-        found = {}
-        for process in psutil.process_iter():
-            try:
-                *_, log, name = process.cmdline() or ["", ""]
-                parent = process.parent()
-                if log.startswith(str(self.folder)) and parent is not None and parent.name().startswith("ray::"):
-                    found[name.replace(" ", "-")] = parent.pid
-            except (psutil.Error, ValueError):
-                continue
-        return found
-
-    def stop(self) -> None:
-        for pid in [self.process.pid, *self.workers().values()]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.process.wait()
-
-
 @pytest.fixture
 def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
     drivers: list[Driver] = []
 
     def start(cluster: dict[str, Any], **options: Any) -> Driver:
-        drivers.append(Driver(tmp_path, cluster, **options))
+        drivers.append(Driver(tmp_path, RECIPE, cluster, {"slow_rewards": REWARDS}, **options))
         return drivers[-1]
 
     yield start
@@ -127,27 +57,10 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run's folder where nobody was killed: in one process, for where it is computed changes nothing."""
-    driver = Driver(tmp_path_factory.mktemp("undisturbed"), {"kind": "local"})
+    folder = tmp_path_factory.mktemp("undisturbed")
+    driver = Driver(folder, RECIPE, {"kind": "local"}, {"slow_rewards": REWARDS})
     assert driver.wait() == 0, driver.output
     return driver.run
-
-
-def assert_same(run: Path, expected: Path) -> None:
-    """Losses, rewards and tokens of all steps, and the parameters after the last one."""
-    lines, wanted = (
-        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()] for path in (run, expected)
-    )
-    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
-    for line, other in zip(lines, wanted, strict=True):
-        for name in ("loss", "grad_norm", "reward/mean", "tokens/sampled", "tokens/trained", "policy/entropy"):
-            assert line["metrics"][name] == pytest.approx(other["metrics"][name], rel=1e-3, abs=1e-5), name
-    ours, theirs = (
-        load_file(path / "checkpoints" / f"step-{STEPS:06d}" / "model" / "model.safetensors")
-        for path in (run, expected)
-    )
-    assert ours.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, atol=1e-4, rtol=1e-3)
 
 
 def test_a_killed_rank_sets_the_run_back_to_its_checkpoint(drive: Callable[..., Driver], undisturbed: Path) -> None:
@@ -159,7 +72,7 @@ def test_a_killed_rank_sets_the_run_back_to_its_checkpoint(drive: Callable[..., 
     assert f"trainer 1 is lost (process {pid} on " in driver.output
     assert "going on from the last checkpoint; 2 more such losses are mended" in driver.output
     assert json.loads((driver.run / "run.json").read_text())["status"] == "finished"
-    assert_same(driver.run, undisturbed)
+    assert_same(driver.run, undisturbed, steps=STEPS)
 
 
 def test_a_killed_engine_is_replaced_and_the_run_goes_on(drive: Callable[..., Driver], undisturbed: Path) -> None:
@@ -176,7 +89,7 @@ def test_a_killed_engine_is_replaced_and_the_run_goes_on(drive: Callable[..., Dr
     assert "it was started again, and gets the weights anew" in driver.output
     # Nothing was set back: the run is one go.
     assert json.loads((driver.run / "run.json").read_text())["resumed"] == []
-    assert_same(driver.run, undisturbed)
+    assert_same(driver.run, undisturbed, steps=STEPS)
 
 
 def test_nobody_outlives_the_driver_and_the_same_command_goes_on(
@@ -195,7 +108,7 @@ def test_nobody_outlives_the_driver_and_the_same_command_goes_on(
     again = drive(TWO_RANKS)
     assert again.wait() == 0, again.output
     assert len(json.loads((driver.run / "run.json").read_text())["resumed"]) == 1
-    assert_same(driver.run, undisturbed)
+    assert_same(driver.run, undisturbed, steps=STEPS)
 
 
 def test_a_run_that_is_asked_to_leave_saves_and_ends(drive: Callable[..., Driver], undisturbed: Path) -> None:
@@ -211,4 +124,4 @@ def test_a_run_that_is_asked_to_leave_saves_and_ends(drive: Callable[..., Driver
     assert not driver.workers()
     again = drive(TOGETHER)
     assert again.wait() == 0, again.output
-    assert_same(driver.run, undisturbed)
+    assert_same(driver.run, undisturbed, steps=STEPS)

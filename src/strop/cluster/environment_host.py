@@ -104,11 +104,11 @@ class EnvironmentHost:
         except Failed as failure:
             outcome = Outcome(call.number, failed=(str(failure.status), failure.detail))
         except StropError as error:
-            outcome = Outcome(call.number, error=pickle.dumps(error))
+            outcome = Outcome(call.number, error=_pickled(error))
         except Exception as error:
             trouble = RunFailure(f"an environment could not be asked: {type(error).__name__}: {error}")
             trouble.add_note("".join(traceback.format_exception(error)))
-            outcome = Outcome(call.number, error=pickle.dumps(trouble))
+            outcome = Outcome(call.number, error=_pickled(trouble))
         self._done.append(outcome)
         self._news.set()
 
@@ -151,6 +151,16 @@ class EnvironmentHost:
             running.discard(task)
             if not running:
                 del self._of[call.environment]
+
+
+def _pickled(error: StropError) -> bytes:
+    """An error as it was, or in words where it cannot be sent."""
+    try:
+        found = pickle.dumps(error)
+        pickle.loads(found)
+        return found
+    except Exception:
+        return pickle.dumps(RunFailure(f"{type(error).__name__}: {error}"))
 
 
 def drives_itself(name: str) -> UserError:

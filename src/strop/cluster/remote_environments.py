@@ -84,8 +84,10 @@ class RemoteEnvironments:
     ) -> list[Episode]:
         """See `Home.played`.
 
+        An environment that has ended its worker `TRIES` times gives the episode the status `environment_error`.
+
         Raises:
-            Failed: the environment has ended its worker `TRIES` times. WorkerLost: workers were lost too often.
+            WorkerLost: workers were lost too often.
         """
         life = Life(prompt_key(stream))
         self._playing[life.key] += 1
@@ -131,9 +133,10 @@ class RemoteEnvironments:
             alone = life.deaths >= TRIES - 1
             self._alone += alone
             site: _Site | None = None
+            begun = episode.fork(episode.sample)
             try:
                 site = await self._settle(life, alone=alone)
-                return await play(_Lodging(site.line, life), episode.fork(episode.sample))
+                return await play(_Lodging(site.line, life), begun)
             except Gone:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -145,7 +148,13 @@ class RemoteEnvironments:
                 self._news()
             if life.deaths >= TRIES:
                 self._convict(life)
-                raise _blame(life)
+                # With what was said in the last try.
+                failure = _blame(life)
+                failure.mark(begun)
+                show_on_stderr(
+                    f"{episode.prompt_id}, sample {episode.sample}: {failure.detail}; restarts are not counted"
+                )
+                return [begun]
 
     async def _settle(self, life: Life, *, alone: bool) -> _Site:
         while True:

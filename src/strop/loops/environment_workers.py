@@ -10,7 +10,7 @@ from strop.cluster.environment_host import drives_itself
 from strop.cluster.group import WorkerGroup
 from strop.cluster.handle import WorkerHandle
 from strop.cluster.remote_environments import RemoteEnvironments
-from strop.cluster.supervision import Supervisor, WorkerLost
+from strop.cluster.supervision import Supervisor, WorkerLost, local_node
 from strop.config import Config
 from strop.config.adapted_environments import GymnasiumEnvironment, OpenEnvEnvironment
 from strop.config.environment import PythonEnvironment, SelfPlayEnvironment
@@ -59,6 +59,8 @@ def choose_workers(config: Config, world: World | None, spare: float) -> tuple[i
         return 0, ("environments are in the driver: they ask the policy themselves",)
     if not isinstance(config.environment, COMPUTING):
         return 0, ("environments are in the driver: they only wait for tools and servers",)
+    if not local_node():
+        return 0, ("environments are in the driver: it is on no node of the cluster, which may not have their code",)
     workers = max(0, min(MOST, int(spare)))
     if not workers:
         return 0, (f"environments are in the driver: the cluster has no CPU to spare for {KEY}",)

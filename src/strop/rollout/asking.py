@@ -88,7 +88,7 @@ class Home(Protocol):
                 environments it is to take, and the episode to fill.
 
         Raises:
-            Failed: it was begun often enough. Whatever `play` raised.
+            Whatever `play` raised.
         """
         ...
 
