@@ -45,6 +45,15 @@ class Sums:
     async def close(self): ...
 
 
+def digits(text: str) -> str:
+    """Adds up digits."""
+    return str(sum(int(one) for one in text))
+
+
+def lengths(completions, **columns):
+    return [len(text) / 10 for text in completions]
+
+
 class Match:
     """One says a digit, the other is to say the next."""
 
@@ -69,7 +78,7 @@ class Match:
     async def close(self): ...
 '''
 RECIPE: dict[str, Any] = {
-    "model": {"create": {"characters": "0123456789+=", "hidden_size": 32, "layers": 1, "heads": 2, "context": 48}},
+    "model": {"create": {"characters": "0123456789+=", "hidden_size": 32, "layers": 1, "heads": 2, "context": 64}},
     "data": {
         "train": {"path": "strop.data.arithmetic:problems", "arguments": {"count": 16, "digits": 1}},
         "shuffle": False,
@@ -84,6 +93,17 @@ RECIPE: dict[str, Any] = {
     "hardware": {"threads": 1, "device": "cpu"},
 }
 MATCH = {**RECIPE, "environment": {"kind": "self_play", "factory": "sums_world:Match", "max_turn_tokens": 3}}
+# A call of the tool is `+12=`, which any policy writes now and then; its episodes branch.
+TOOLS = {
+    **RECIPE,
+    "environment": {
+        "kind": "tools", "tools": [{"kind": "function", "path": "sums_world:digits"}], "style": "tag", "opening": "+",
+        "closing": "=", "malformed_penalty": 0.1, "max_turns": 3, "max_turn_tokens": 14,
+    },
+    "rollout": {**RECIPE["rollout"], "tree": {"at": [1]}, "max_new_tokens": 36},
+    "rewards": {"verifiers": [{"kind": "environment"}, {"kind": "python", "function": "sums_world:lengths"}]},
+    "algorithm": {"name": "grpo"},
+}  # fmt: skip
 WORKERS = {"kind": "ray", "environments": {"workers": 2}}
 
 
@@ -120,6 +140,12 @@ def sampled(run: Path) -> list[tuple[Any, ...]]:
     return found
 
 
+def answered(run: Path) -> int:
+    """How many records hold something that was read after something was sampled."""
+    masks = [record.loss_mask for path in (run / "episodes").glob("*.parquet") for record in read_episodes(path)]
+    return sum(not mask[int(mask.argmax()) :].all() for mask in masks)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_is_the_same_with_and_without_workers(
     drive: Callable[..., Driver], undisturbed: Path, workers: int
@@ -135,12 +161,19 @@ def test_a_run_is_the_same_with_and_without_workers(
     assert logs == ["environment-0.log", "environment-1.log", "trainer-0.log"] if workers else ["trainer-0.log"]
 
 
-def test_matches_too(drive: Callable[..., Driver]) -> None:
-    here, there = drive(MATCH, {"kind": "local"}), drive(MATCH, WORKERS)
+@pytest.mark.parametrize(
+    ("recipe", "metrics"),
+    [(MATCH, ("reward/role/leads", "reward/role/follows")), (TOOLS, ("reward/environment",))],
+    ids=["matches", "tools and trees"],
+)
+def test_other_environments_too(drive: Callable[..., Driver], recipe: dict[str, Any], metrics: tuple[str, ...]) -> None:
+    here, there = drive(recipe, {"kind": "local"}), drive(recipe, WORKERS)
     for driver in (here, there):
         assert driver.wait() == 0, driver.output
+    assert "environment-1.log" in {path.name for path in (there.run / "logs" / "001").iterdir()}
     assert sampled(there.run) == sampled(here.run)
-    assert_same(there.run, here.run, steps=STEPS, metrics=(*COMPARED, "reward/role/leads", "reward/role/follows"))
+    assert answered(there.run) >= 5
+    assert_same(there.run, here.run, steps=STEPS, metrics=(*COMPARED, *metrics))
 
 
 def test_a_killed_environment_worker_changes_nothing(drive: Callable[..., Driver], undisturbed: Path) -> None:
