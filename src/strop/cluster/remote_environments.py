@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from strop.cluster.data_plane import Packed, pack
-from strop.cluster.environment_host import CLOSE, MAKE, Given
 from strop.cluster.environment_line import EnvironmentLine, Gone, Life
+from strop.cluster.environment_lodging import Lodging
 from strop.cluster.handle import WorkerHandle
 from strop.cluster.router import prompt_key
 from strop.cluster.supervision import Supervisor, WorkerLost, show_on_stderr
@@ -27,13 +26,6 @@ TRIES = 3
 """How often a worker may be lost while it is busy with an episode; before the last the episode is alone in it."""
 
 Restart = Callable[[int, WorkerLost], Awaitable[WorkerHandle]]
-
-
-@dataclass(frozen=True)
-class RemoteEnvironment:
-    """What stands for an environment here. number: the line's."""
-
-    number: int
 
 
 @dataclass
@@ -136,7 +128,7 @@ class RemoteEnvironments:
             begun = episode.fork(episode.sample)
             try:
                 site = await self._settle(life, alone=alone)
-                return await play(_Lodging(site.line, life), begun)
+                return await play(Lodging(site.line, life), begun)
             except Gone:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
@@ -252,55 +244,6 @@ class RemoteEnvironments:
     def _news(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
-
-
-@dataclass(frozen=True)
-class _Lodging:
-    """The `Home` of one episode's environments, for as long as its worker is there."""
-
-    line: EnvironmentLine
-    life: Life
-
-    async def make(self) -> RemoteEnvironment:
-        number = self.line.number()
-        try:
-            await self.line.ask(self.life, number, MAKE)
-        except BaseException:
-            self.line.tell_to_close(number)
-            raise
-        return RemoteEnvironment(number)
-
-    async def ask(
-        self, asked: Any, method: str, *given: Any, check: Callable[[Any], Any] = as_it_is, bounded: bool = True
-    ) -> Any:
-        child = self.line.number() if method == "fork" else None
-        try:
-            found = await self.line.ask(self.life, asked.number, method, _packed((given, check, bounded, child)))
-        except BaseException:
-            if child is not None:
-                self.line.tell_to_close(child)
-            raise
-        return found if child is None else RemoteEnvironment(child)
-
-    async def close(self, environment: Any) -> None:
-        # What goes wrong is warned of there. A worker that is lost over it is one like any other.
-        await self.line.ask(self.life, environment.number, CLOSE)
-
-    async def played(
-        self, stream: tuple[int, ...], episode: Episode, play: Callable[[Home, Episode], Awaitable[list[Episode]]]
-    ) -> list[Episode]:
-        return await play(self, episode)
-
-
-def _packed(given: Given) -> Packed:
-    try:
-        return pack(given)
-    except Exception as error:
-        raise RunFailure(
-            f"what an environment is given cannot be sent to its process: {type(error).__name__}: {error}",
-            where="cluster.environments.workers",
-            mend="set it to 0, or give rows of the data that can be pickled",
-        ) from error
 
 
 def _blame(life: Life) -> Failed:
