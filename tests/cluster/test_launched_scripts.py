@@ -87,8 +87,12 @@ class Script:
         environment.pop("RAY_ADDRESS", None)
         self.temporary = environment["RAY_TMPDIR"]
         self.errors = (folder / "errors").open("w+")
+        # As a terminal would start it: where the tests run in the background, SIGINT is ignored, and would stay so.
+        command = (
+            "import os, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp('bash', ['bash', 'job.sh'])"
+        )
         self.process = subprocess.Popen(
-            ["bash", "job.sh"], stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
+            [sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment
         )
 
     def line(self) -> Any:
