@@ -46,7 +46,7 @@ TINY = QWEN3_06B | {
 
 @dataclass(frozen=True)
 class Way:
-    """How the trainer is divided. tokens: of a pass. exact: in float32."""
+    """How the trainer is divided. tokens: of a pass. exact: in float32. every_pass: see `Ranks`."""
 
     shards: int = 1
     tensor: int = 1
@@ -55,6 +55,7 @@ class Way:
     sequence: bool = False
     tokens: int = 16384
     exact: bool = False
+    every_pass: bool = False
 
     @property
     def ranks(self) -> int:
@@ -68,6 +69,7 @@ def ways(ranks: int, tokens: int) -> dict[str, Way]:
     for count in sorted({n for n in (2, 4) if n <= ranks}):
         found[f"ddp {count}"] = replace(one, shards=count)
         found[f"fsdp {count}"] = replace(one, shards=count, fsdp=True)
+        found[f"fsdp {count}, every pass"] = replace(one, shards=count, fsdp=True, every_pass=True)
         found[f"tensor {count}"] = replace(one, tensor=count)
         found[f"tensor {count}, sequence"] = replace(one, tensor=count, sequence=True)
         found[f"context {count}"] = replace(one, context=count, fsdp=True)
@@ -155,7 +157,7 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
     if way.ranks > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         mesh = Mesh(Dimensions(1, way.shards, way.context, way.tensor), device.type)
-        where = Ranks(mesh, fsdp=way.fsdp, dtype=dtype, sequence=way.sequence)
+        where = Ranks(mesh, fsdp=way.fsdp, dtype=dtype, sequence=way.sequence, every_pass=way.every_pass)
     settings = dict(TINY if options.smoke else QWEN3_06B)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)

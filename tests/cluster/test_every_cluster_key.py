@@ -302,7 +302,7 @@ def ranks_of() -> Iterator[Callable[..., Ranks]]:
 
 @shows(
     "trainer.ranks", "trainer.backend", "trainer.tensor", "trainer.sequence", "trainer.context", "trainer.replicas",
-    "trainer.offload",
+    "trainer.offload", "trainer.gradient_sync",
 )  # fmt: skip
 def test_every_key_of_the_trainer_changes_the_ranks(ranks_of: Callable[..., Ranks]) -> None:
     def facts(**settings: Any) -> tuple[Any, ...]:
@@ -320,6 +320,29 @@ def test_every_key_of_the_trainer_changes_the_ranks(ranks_of: Callable[..., Rank
     assert facts(ranks=4, context=2) == (1, 2, 2, 1, False, False, False, 2)
     assert facts(ranks=4, replicas=2) == (2, 2, 1, 1, True, False, False, 1)
     assert facts(ranks=4, offload=True) == (1, 4, 1, 1, True, False, True, 1)
+    for asked in ("every_pass", "last_pass"):
+        found = ranks_of(ranks=4, backend="fsdp", gradient_sync=asked)
+        assert found._every_pass is (asked == "every_pass")
+
+
+def test_gradients_are_summed_once_where_a_whole_one_fits(ranks_of: Callable[..., Ranks]) -> None:
+    def every_pass(bytes_per_weight: float, **settings: Any) -> bool:
+        return ranks_of(memory=int(3 * bytes_per_weight * weights), ranks=4, backend="fsdp", **settings)._every_pass
+
+    from strop.config.model import NewModel
+    from strop.models.create import create_model
+
+    model, _ = create_model(NewModel(characters="0123456789", hidden_size=32, layers=1, heads=4, context=32), seed=0)
+    weights = sum(p.numel() for p in model.parameters())
+    # 4 bytes of the gradient, and 16 of all else over four ranks; of what is offloaded the gradient only.
+    for needed, settings in (
+        (4 + 16 / 4, {}),
+        (4 + 16 / 2, {"replicas": 2}),
+        ((4 + 16 / 2) / 2, {"tensor": 2}),
+        (4.0, {"offload": True}),
+    ):
+        assert not every_pass(1.01 * needed, **settings)
+        assert every_pass(0.99 * needed, **settings)
 
 
 # --- buckets and waiting -------------------------------------------------------------------------------------------
@@ -497,6 +520,8 @@ async def test_a_fresh_run_that_is_lost_before_it_has_a_folder_is_not_the_one_be
         ({"kind": "ray", "trainer": {"ranks": 2, "backend": "ddp", "offload": True}}, "of the backend fsdp"),
         ({"kind": "ray", "trainer": {"backend": "fsdp"}}, "backend and offload have no effect while ranks is 1"),
         ({"kind": "ray", "trainer": {"offload": True}}, "backend and offload have no effect while ranks is 1"),
+        ({"kind": "ray", "trainer": {"gradient_sync": "last_pass"}}, "gradient_sync is of several ranks with"),
+        ({"kind": "ray", "trainer": {"ranks": 2, "gradient_sync": "every_pass"}}, "gradient_sync is of several ranks"),
         ({"kind": "ray", "publishing": {"folder": "w"}}, "folder has no effect with transport auto"),
         ({"kind": "ray", "publishing": {"transport": "disk", "bucket_mb": 3}}, "bucket_mb has no effect with"),
         ({"kind": "ray", "publishing": {"transport": "delta", "bucket_mb": 3}}, "bucket_mb has no effect with"),

@@ -7,6 +7,7 @@ import io
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strop.algorithms.batch import TokenBatch
@@ -57,11 +60,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+LATE = ("every_pass", "offload")
+
+
 @dataclass(frozen=True)
 class Case:
     """One model on one mesh.
 
-    streams: sequences in the batch; 1 leaves data ranks without any. budget: packed tokens of a pass.
+    streams: sequences in the batch; 1 leaves data ranks without any. budget: packed tokens of a pass. every_pass: see
+        `Ranks`.
     """
 
     shape: str = "llama"
@@ -78,6 +85,8 @@ class Case:
     value_head: bool = False
     bfloat16: bool = False
     algorithm: str = "grpo"
+    every_pass: bool = False
+    offload: bool = False
 
     @property
     def ranks(self) -> int:
@@ -86,8 +95,9 @@ class Case:
     @property
     def name(self) -> str:
         dims = [f"{n}{getattr(self, n)}" for n in ("replicas", "shards", "context", "tensor") if getattr(self, n) > 1]
-        flags = [n for n in ("sequence", "lora", "recompute", "value_head", "bfloat16") if getattr(self, n)]
+        flags = [n for n in ("sequence", "lora", "recompute", "value_head", "bfloat16", *LATE) if getattr(self, n)]
         extra = [f"{self.streams}streams"] if self.streams != 9 else []
+        extra += [f"{self.budget}tokens"] if self.budget != 64 else []
         extra += [self.algorithm] if self.algorithm != "grpo" else []
         return "-".join([self.shape, "fsdp" if self.fsdp else "ddp", *dims, *flags, *extra])
 
@@ -186,6 +196,8 @@ def rank_mesh(case: Case) -> Ranks:
         fsdp=case.fsdp,
         dtype=torch.bfloat16 if case.bfloat16 else torch.float32,
         sequence=case.sequence,
+        offload=case.offload,
+        every_pass=case.every_pass,
     )
 
 
@@ -262,6 +274,31 @@ def _rank(rank: int, world: int, work: Callable[..., Any], arguments: list[Any],
     finally:
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are called while it is entered, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._schema.name.removeprefix("c10d::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_rank(case: Case) -> dict[str, Any]:
+    """Passes of an update, modules whose weights are divided together, and collectives of the update by name."""
+    trainer = make_trainer(case, rank_mesh(case))
+    batch, objective = ragged_batch(case.streams), objective_of(case)
+    trainer.update(ragged_batch(case.streams, seed=2), objective)
+    passes = len(trainer._cut(batch, objective))
+    with Collectives() as seen:
+        trainer.update(batch, objective)
+    groups = sum(isinstance(module, FSDPModule) for module in trainer._whole.modules())
+    return {"passes": passes, "groups": groups, "collectives": dict(seen.counts)}
 
 
 def gradients_of_rank(case: Case) -> dict[str, Any]:

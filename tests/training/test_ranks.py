@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cases import Case, gradients, gradients_of_rank, run_ranks
+from rank_cases import Case, collectives_of_rank, gradients, gradients_of_rank, run_ranks
 
 TWO = [
     Case(shards=2),
     Case(shards=2, fsdp=True),
+    Case(shards=2, fsdp=True, every_pass=True),
+    # Many passes of each rank, and not equally many.
+    Case(shards=2, fsdp=True, budget=20),
+    Case(shards=2, fsdp=True, budget=20, streams=4, shape="qwen3", recompute=True),
+    Case(shards=2, fsdp=True, budget=20, lora=True),
+    Case(shards=2, fsdp=True, budget=20, value_head=True),
+    Case(shards=2, fsdp=True, budget=20, shape="qwen3_moe"),
+    Case(shards=2, fsdp=True, budget=20, offload=True),
+    Case(shards=2, fsdp=True, budget=20, offload=True, every_pass=True),
     Case(shards=2, fsdp=True, recompute=True, shape="qwen3"),
     Case(tensor=2),
     Case(tensor=2, sequence=True),
@@ -49,7 +58,11 @@ FOUR = [
     Case(shards=4, fsdp=True),
     Case(shards=4, fsdp=True, shape="qwen3", streams=2),
     Case(shards=2, replicas=2, fsdp=True),
+    Case(shards=2, replicas=2, fsdp=True, budget=20),
+    Case(shards=2, replicas=2, fsdp=True, budget=20, every_pass=True),
     Case(shards=2, tensor=2, fsdp=True),
+    Case(shards=2, tensor=2, fsdp=True, budget=20, shape="qwen3", sequence=True),
+    Case(shards=2, context=2, fsdp=True, budget=20),
     Case(shards=2, tensor=2, fsdp=True, shape="qwen3", sequence=True, lora=True),
     Case(shards=2, tensor=2, fsdp=True, shape="qwen3_moe"),
     Case(shards=2, context=2, fsdp=True),
@@ -90,3 +103,40 @@ def test_gradients_are_those_of_one_process(case: Case, found: dict[str, Any]) -
         # AdamW's first update is the sign of the gradient, so tiny gradients may round to another one.
         far = (weight - theirs["weights"][name]).abs() > 1e-4
         assert float(far.float().mean()) < 0.01, name
+
+
+COUNTED = [
+    Case(shards=2, fsdp=True, budget=20),
+    Case(shards=2, fsdp=True, budget=20, every_pass=True),
+    Case(shards=2, fsdp=True, budget=20, lora=True),
+    Case(shards=2, fsdp=True, budget=20, bfloat16=True),
+]
+BFLOAT16 = [Case(shards=2, fsdp=True, budget=20, bfloat16=True, every_pass=every) for every in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = run_ranks(2, collectives_of_rank, COUNTED, tmp_path_factory.mktemp("counted"))
+    return dict(zip((case.name for case in COUNTED), found, strict=True))
+
+
+@pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
+def test_divided_gradients_are_summed_once_an_update_or_after_every_pass(case: Case, counted: dict[str, Any]) -> None:
+    found = counted[case.name]
+    assert found["passes"] > 2
+    # Two blocks and what is around them, which with adapters has nothing that is trained.
+    assert found["groups"] == 3
+    trained = 2 if case.lora else 3
+    expected = trained * (found["passes"] if case.every_pass else 1)
+    assert found["collectives"]["_reduce_scatter_base_"] == expected
+    # Weights are gathered for every pass all the same.
+    assert found["collectives"]["_allgather_base_"] >= trained * found["passes"]
+
+
+def test_passes_in_bfloat16_are_added_in_float32(tmp_path: Path) -> None:
+    once, each = run_ranks(2, gradients_of_rank, BFLOAT16, tmp_path)
+    for name, grad in each["gradients"].items():
+        assert grad.dtype == torch.float32
+        # Added in bfloat16 they would be some 3e-3 apart.
+        gap = float((grad - once["gradients"][name]).norm()) / float(grad.norm())
+        assert gap < 1e-6, f"{name}: {gap:.2e}"

@@ -32,6 +32,11 @@ class TrainerPlacement(StrictModel):
     """With `fsdp`: copies of the divided model. Weights are divided within a copy, gradients are added up over all."""
     offload: bool = False
     """With `fsdp`: keep the shares of weights, gradients and optimizer state in the CPU's memory."""
+    gradient_sync: Literal["auto", "every_pass", "last_pass"] = "auto"
+    """With `fsdp`: how often gradients are summed over the ranks. `last_pass`: once an update; until then each rank
+    keeps the whole gradient in float32, 4 bytes a trained weight. `every_pass`: after each micro-batch, of which a rank
+    keeps its share. `auto` takes `last_pass` while a whole gradient beside the rank's share of weights, gradients and
+    optimizer state fits a third of the memory of one device. With `ddp` it is always once an update."""
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> Self:
@@ -43,6 +48,8 @@ class TrainerPlacement(StrictModel):
             )
         if self.ranks == 1 and (self.backend != "auto" or self.offload):
             raise ValueError("backend and offload have no effect while ranks is 1")
+        if self.gradient_sync != "auto" and (self.ranks == 1 or self.backend != "fsdp"):
+            raise ValueError("gradient_sync is of several ranks with backend: fsdp; set both, or leave it at auto")
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence has no effect while tensor is 1")
         if self.backend == "ddp" and (self.replicas > 1 or self.offload):

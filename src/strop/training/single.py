@@ -379,7 +379,9 @@ class SingleDeviceTrainer:
         sampled = batch.sampler_logprobs[batch.versions >= 0]
         first = first and len(sampled) > 0 and not bool(torch.isnan(sampled).all())
         # Noise belongs to a sequence, so none may be computed together with another.
-        for micro in self._cut(batch, objective, share=not self._neftune_alpha):
+        cut = self._cut(batch, objective, share=not self._neftune_alpha)
+        for at, micro in enumerate(cut, start=1):
+            self._ranks_of.begin(self._whole, last=at == len(cut))
             with running(self.model, self._plan(micro)), self._noise(micro):
                 given, found, terms, entropy = self._loss(micro, objective, denominators)
                 if len(micro.trained):

@@ -15,6 +15,8 @@ from strop.training.parallel.ranks import Alone, Ranks
 
 # Bytes of a trained weight with its gradient, its master and AdamW's two moments; and of a frozen one.
 TRAINED, FROZEN = 16, 4
+# Bytes of a gradient that is added up over passes.
+GRADIENT = 4
 # Share of a device's memory that these may take before they are divided.
 SHARE = 1 / 3
 
@@ -40,17 +42,19 @@ def choose_ranks(
     fsdp, why = _divides(settings, model, memory)
     copies = settings.ranks // (settings.tensor * settings.context)
     dimensions = Dimensions(settings.replicas, copies // settings.replicas, settings.context, settings.tensor)
+    every_pass, when = _sums_every_pass(settings, model, dimensions, memory)
     ranks = Ranks(
         Mesh(dimensions, device.type),
         fsdp=fsdp,
         dtype=dtype,
         sequence=settings.sequence,
         offload=settings.offload,
+        every_pass=every_pass,
     )
     parts = {"replicas": dimensions.replicas, "context": dimensions.context, "tensor": dimensions.tensor}
     named = ", ".join(f"{name} {count}" for name, count in parts.items() if count > 1)
     text = f"{settings.ranks} trainer ranks, {'fsdp' if fsdp else 'ddp'} {dimensions.shards}{named and ', ' + named}"
-    return ranks, f"{text}: {why}"
+    return ranks, f"{text}: {why}" + (f"; {when}" if fsdp else "")
 
 
 def _divides(settings: TrainerPlacement, model: Any, memory: int) -> tuple[bool, str]:
@@ -61,6 +65,20 @@ def _divides(settings: TrainerPlacement, model: Any, memory: int) -> tuple[bool,
     need = sum(p.numel() * (TRAINED if p.requires_grad else FROZEN) for p in model.parameters()) / settings.tensor
     gib = f"weights, gradients and optimizer state take {need / 2**30:.1f} GiB of {memory / 2**30:.0f}"
     return need > SHARE * memory, gib
+
+
+def _sums_every_pass(settings: TrainerPlacement, model: Any, d: Dimensions, memory: int) -> tuple[bool, str]:
+    """(whether gradients are summed over the ranks after each pass of an update, why so)."""
+    names = {True: "gradients are summed after every pass", False: "gradients are summed once an update"}
+    if settings.gradient_sync != "auto":
+        every = settings.gradient_sync == "every_pass"
+        return every, f"{names[every]}: cluster.trainer.gradient_sync is {settings.gradient_sync}"
+    whole = sum(GRADIENT * p.numel() for p in model.parameters() if p.requires_grad) / d.tensor
+    held = sum(p.numel() * (TRAINED if p.requires_grad else FROZEN) for p in model.parameters()) / d.tensor
+    share = 0.0 if settings.offload else held / (d.shards * d.context)
+    every = whole + share > SHARE * memory
+    gib = f"a whole gradient and a rank's share take {(whole + share) / 2**30:.1f} GiB of {memory / 2**30:.0f}"
+    return every, f"{names[every]}: {gib}"
 
 
 def check_ranks(config: Any) -> None:

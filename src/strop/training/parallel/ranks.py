@@ -100,6 +100,9 @@ class Alone:
     def rest(self, whole: Whole) -> None:
         """Called when a pass without a gradient is over."""
 
+    def begin(self, whole: Whole, *, last: bool) -> None:
+        """Called before each pass with a gradient. last: of the passes of an update."""
+
     def whole(self, name: str, value: Tensor) -> Tensor:
         """A trained weight, or a tensor shaped like it, from the parts of all ranks, which all have to ask."""
         return value
@@ -110,15 +113,25 @@ class Ranks(Alone):
 
     Args:
         mesh: the process groups. fsdp: divide the weights too, else every rank that computes the same layer has all of
-            it. dtype: what is computed in. sequence: see `TensorParallel`. offload: see `fully_shard`.
+            it. dtype: what is computed in. sequence: see `TensorParallel`. offload: see `fully_shard`. every_pass: sum
+            gradients over the ranks after each pass, so that no rank keeps more of them than its share; else after the
+            last one of an update.
     """
 
     def __init__(
-        self, mesh: Mesh, *, fsdp: bool, dtype: torch.dtype, sequence: bool = False, offload: bool = False
+        self,
+        mesh: Mesh,
+        *,
+        fsdp: bool,
+        dtype: torch.dtype,
+        sequence: bool = False,
+        offload: bool = False,
+        every_pass: bool = False,
     ) -> None:
         self.mesh = mesh
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._fsdp, self._dtype, self._sequence, self._offload = fsdp, dtype, sequence, offload
+        self._every_pass = every_pass
         d = mesh.dimensions
         self.multiple = d.context * (d.tensor if sequence else 1)
         self.passes_together = fsdp
@@ -204,6 +217,12 @@ class Ranks(Alone):
     def rest(self, whole: Whole) -> None:
         if self._fsdp:
             whole.reshard()  # type: ignore[operator]
+
+    def begin(self, whole: Whole, *, last: bool) -> None:
+        if self._fsdp:
+            # All ranks make equally many passes, so they agree on which one is the last. Until then FSDP adds up whole
+            # gradients in the number format that they are summed in, float32.
+            whole.set_requires_gradient_sync(last or self._every_pass)  # type: ignore[operator]
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         value = value.detach()
