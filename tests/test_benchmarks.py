@@ -91,6 +91,13 @@ def test_the_mix_is_half_copies_a_quarter_impossible_and_held_out_sums_are_other
     assert 0.4 < len(wrong) / len(shown) < 0.5
 
 
+def test_a_checkpoint_is_written_in_both_ways(tmp_path: Path) -> None:
+    found = smoke("saving", tmp_path / "s.json")
+    assert found["seconds"].keys() == {"at once", "behind"}
+    # Twelve bytes of each weight, and the optimizer's counts.
+    assert found["copied_bytes"] == pytest.approx(12 * found["weights"], rel=0.01)
+
+
 def test_ranks_are_compared_with_one_process(tmp_path: Path) -> None:
     ways = smoke("ranks", tmp_path / "r.json", "--only", "ddp 2", "tensor 2, sequence")["ways"]
     assert list(ways) == ["one, float32", "one", "ddp 2", "tensor 2, sequence"]

@@ -187,3 +187,23 @@ def test_ppo_on_two_ranks(train: Train, start: str, shared: bool) -> None:
     ranks = train("ppo-tiny", f"ppo-on-two-{shared}", *settings, *FSDP, ray=True)
     assert sampled(ranks) == sampled(alone)
     assert_same(ranks, alone)
+    if shared:
+        return
+    # Each rank writes what it held while the ranks go on, and it is what it would have been.
+    behind = train("ppo-tiny", "ppo-behind", *settings, *FSDP, "checkpoint.in_background=true", ray=True)
+    assert sampled(behind) == sampled(ranks)
+    for step in (2, 3):
+        ours, theirs = (files_of(run / "checkpoints" / f"step-{step:06d}") for run in (behind, ranks))
+        assert ours.keys() == theirs.keys()
+        assert "state/critic/sharded/__1_0.distcp" in ours
+        for name, content in theirs.items():
+            assert ours[name] == content, f"step {step}: {name}"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """All but a description that names its folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".metadata"
+    }

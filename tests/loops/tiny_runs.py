@@ -165,7 +165,8 @@ def counted() -> Iterator[dict[str, Any]]:
     """Count what the model is asked for, while it is used.
 
     passes: tokens of each forward pass. blocks: passes through a feed-forward layer, those that are recomputed
-    included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small products.
+    included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small
+    products. behind: checkpoints that are written while training goes on.
     Of verifiers: workers is how many processes were started, timeouts the seconds that were given to them, to threads
     and to requests; sandboxes is how many jobs could run in them at a time, and how many of them waited for one.
     """
@@ -176,12 +177,14 @@ def counted() -> Iterator[dict[str, Any]]:
     from strop.rewards.process import Worker
     from strop.rollout.engines import packed_linear
     from strop.sandbox.pool import Pool
+    from strop.training.background import Background
 
     counts: dict[str, Any] = {
         "passes": [],
         "blocks": 0,
         "logits": 0,
         "packed": 0,
+        "behind": 0,
         "workers": 0,
         "timeouts": [],
         "sandboxes": [],
@@ -237,6 +240,7 @@ def counted() -> Iterator[dict[str, Any]]:
         mock.patch.object(LlamaMLP, "forward", count("blocks", mlp)),
         mock.patch.object(logprobs, "_logits", count("logits", logits)),
         mock.patch.object(packed_linear, "packed_product", count("packed", product)),
+        mock.patch.object(Background, "start", count("behind", Background.start)),
     ):
         yield counts
 

@@ -236,6 +236,51 @@ def test_killed_with(
         assert lines(killed / "runs" / "recipe", "warmup") == list(range(1, 21))
 
 
+# The checkpoint of step 6 is written behind, and is flushed for ever.
+STUCK = """
+import sys, time
+from pathlib import Path
+from strop.training import checkpoint
+
+flush = checkpoint.sync_path
+
+def stuck(path):
+    if "step-000006" in str(path) and "model" in str(path):
+        Path("flushing").touch()
+        time.sleep(600)
+    flush(path)
+
+checkpoint.sync_path = stuck
+sys.argv = ["strop", "train", "recipe.yaml"]
+import strop.cli
+strop.cli.main()
+"""
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.lora": {"rank": 4, "dropout": 0.1}}], ids=["all weights", "adapters"])
+def test_killed_while_a_checkpoint_is_written_behind(
+    tmp_path: Path, nursery: Callable[[Path], Process], changes: dict[str, Any]
+) -> None:
+    data = long_recipe(**{"run.steps": 9, "checkpoint.in_background": True, **changes})
+    quiet, killed = (write(tmp_path / name, data) for name in ("quiet", "killed"))
+    run = killed / "runs" / "recipe"
+    with (killed / "output.txt").open("a") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", STUCK], cwd=killed, env=environment(), stdout=output, stderr=output
+        )
+    # Training goes on meanwhile, up to where the next checkpoint waits for this one.
+    kill_at(Process(process.pid, killed, process.poll), run, 9)
+    assert (killed / "flushing").exists()
+    assert (run / "checkpoints" / "latest").read_text() == "step-000003\n"
+    assert (run / "checkpoints" / ".step-000006.partial" / "model").is_dir()
+    assert not (run / "checkpoints" / "step-000006").exists()
+    assert nursery(killed).wait() == 0, (killed / "output.txt").read_text()
+    assert nursery(quiet).wait() == 0, (quiet / "output.txt").read_text()
+    same(quiet / "runs" / "recipe", run)
+    assert lines(run, "train") == list(range(1, 10))
+    assert not list((run / "checkpoints").glob(".*.partial"))
+
+
 def test_killed_while_learning_from_a_file(tmp_path: Path, nursery: Callable[[Path], Process]) -> None:
     """Recorded completions: the order of the groups, and ratios against computed log-probabilities of the start."""
     from strop.config.loading import load_config

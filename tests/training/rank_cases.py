@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import threading
 import time
 import traceback
 from collections import Counter
@@ -339,6 +340,45 @@ def moved(work: Moved, ranks: Alone | None = None) -> dict[str, Any]:
     weights = {name: where.whole(name, p).clone() for name, p in trainer.optimizer.parameters.items()}
     found = {"state": state, "loss": loss, "stats": stats, "weights": weights, "masters": masters}
     return found | {"model": load_file(exported / "model.safetensors") if where.rank == 0 else {}}
+
+
+@dataclass(frozen=True)
+class Later:
+    """Save at once and, what was held at the same time, after another update."""
+
+    case: Case
+    folder: Path
+
+
+def held_of_rank(work: Later) -> dict[str, Any]:
+    """Bytes of memory that were asked for; the files are in `at-once` and `later`."""
+    ranks = rank_mesh(work.case)
+    trainer = make_trainer(work.case, ranks)
+    tokenizer = create_model(NewModel(characters="01", hidden_size=32, layers=1, heads=2), seed=0)[1]
+    objective = objective_of(work.case)
+    trainer.update(ragged_batch(9, seed=3), objective)
+    at_once, later = work.folder / "at-once", work.folder / "later"
+    if ranks.rank == 0:
+        at_once.mkdir(parents=True)
+        later.mkdir()
+    dist.barrier()
+    states = [trainer.save(at_once)]
+    trainer.export(tokenizer, at_once / "model")
+    room = trainer.held_bytes()
+    held = trainer.hold(tokenizer)
+    trainer.update(ragged_batch(9, seed=4), objective)
+
+    def write() -> None:
+        held.export(later / "model")
+        states.append(held.save(later))
+
+    # In a thread beside further updates, whose collectives nothing of it may disturb.
+    writer = threading.Thread(target=write)
+    writer.start()
+    trainer.update(ragged_batch(9, seed=5), objective)
+    writer.join()
+    dist.barrier()
+    return {"states": states, "room": room, "updates": trainer.optimizer.updates}
 
 
 def moved_of_rank(work: Moved) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_cases import Case, Moved, moved, moved_of_rank, run_ranks
+from rank_cases import Case, Later, Moved, held_of_rank, moved, moved_of_rank, run_ranks
 
 ONE = Case()
 WRITERS = {
@@ -71,3 +72,31 @@ def test_a_checkpoint_goes_on_on_another_number_of_ranks(writer: str, found: dic
         assert result["stats"]["grad_norm"] == pytest.approx(own["stats"]["grad_norm"], rel=rounding), reader
         for name, weight in own["weights"].items() if "bfloat16" not in writer else ():
             torch.testing.assert_close(result["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=f"{reader}: {name}")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    # It names the folder, and has a number that is drawn.
+    about = pickle.loads(found.pop("sharded/.metadata"))
+    about.storage_meta = None
+    return found | {"metadata": repr(about).encode()}
+
+
+HELD = {name: WRITERS[name] for name in ("fsdp2", "ddp2", "tensor2", "fsdp2-lora", "fsdp2-bfloat16")}
+
+
+def test_what_ranks_hold_is_written_later_as_it_was(tmp_path: Path) -> None:
+    work = [Later(case, tmp_path / name) for name, case in HELD.items()]
+    for one, found in zip(work, run_ranks(2, held_of_rank, work, tmp_path / "ranks"), strict=True):
+        at_once, later = (files_of(one.folder / name) for name in ("at-once", "later"))
+        assert at_once.keys() == later.keys()
+        assert {"sharded/__0_0.distcp", "sharded/__1_0.distcp", "model/model.safetensors"} <= at_once.keys()
+        for name, content in at_once.items():
+            assert later[name] == content, f"{one.case.name}: {name}"
+        assert found["states"] == [{"updates": 1}, {"updates": 1}]
+        assert found["updates"] == 3
+        needed, free = found["room"]
+        # At least the model. Of what is the same on all ranks each may hold a copy, and files have names in them.
+        written = sum(len(content) for name, content in at_once.items() if name.endswith(("distcp", "safetensors")))
+        assert len(at_once["model/model.safetensors"]) < needed < 2.5 * written
+        assert free > 1 << 20

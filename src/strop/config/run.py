@@ -91,6 +91,10 @@ class CheckpointSettings(StrictModel):
     """Steps between checkpoints; one is always written at the end."""
     keep: PositiveInt = 2
     """Newest checkpoints that are kept."""
+    in_background: bool | Auto = "auto"
+    """Copy what a checkpoint holds to the CPU's memory, and write it while training goes on; the next checkpoint, and
+    the end of the run, wait for it. `auto` does so where the copy takes at least 64 MiB and at most a quarter of the
+    memory that is free. The last checkpoint of a run is never written so: nothing is left to go on with."""
     best: BestSettings | None = None
     """Keep the best checkpoints too, by a held-out score; only the newest when not set."""
 

@@ -106,8 +106,12 @@ class Curriculum:
 
     def save(self, path: Path) -> None:
         """Write what was recorded: of the rows that were tried, their numbers and counts."""
+        save_file(self.held(), path)
+
+    def held(self) -> dict[str, np.ndarray]:
+        """What `save` writes, in arrays that later records do not change."""
         seen = np.flatnonzero(self._tried.any(1))
-        save_file({"rows": seen, "passed": self._passed[seen], "tried": self._tried[seen]}, path)
+        return {"rows": seen, "passed": self._passed[seen], "tried": self._tried[seen]}
 
     def load(self, path: Path) -> None:
         """Take back what `save` wrote."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +24,9 @@ from strop.tracking.display import Display, Summary, make_display
 from strop.tracking.metrics import MetricsWriter
 from strop.tracking.summary import short_path
 from strop.tracking.text import show_metric
+from strop.training.background import Background
 from strop.training.checkpoint import best_checkpoints, point_best, save_checkpoint
+from strop.training.snapshot import Held, in_background
 
 GIB = 1 << 30
 
@@ -50,6 +54,9 @@ class BaseRun(ABC):
         self._tokens = {"sampled": 0, "trained": 0}
         self._started = time.perf_counter()
         self._saved_at: int | None = None
+        self._saver = Background("checkpoint")
+        self._saver_told = False
+        self._waited = 0.0
         self._resumed = opened.checkpoint is not None
         self.look_as_before: Callable[[], None] = lambda: None
         """Undoes what `loops/garbage.py` did for the run."""
@@ -125,10 +132,19 @@ class BaseRun(ABC):
             with when_asked_to_leave(run.leave):
                 yield run
         except BaseException as error:
+            unwritten = await run._last_write()
+            if unwritten is not None:
+                run.display.message(str(unwritten), "warning")
             await run.close(error)
+            if unwritten is not None and isinstance(error, Exception):
+                # With many ranks it is why the others were ended, which would look like the loss of a process.
+                raise unwritten from unwritten.__cause__
             raise
         else:
-            await run.close(None)
+            unwritten = await run._last_write()
+            await run.close(unwritten)
+            if unwritten is not None:
+                raise unwritten
 
     def leave(self) -> None:
         """Save at the end of this step, and end; the same command goes on from there."""
@@ -147,8 +163,10 @@ class BaseRun(ABC):
         """Go to where a checkpoint was written, as far as this class does not do it itself."""
 
     @abstractmethod
-    def _state(self, folder: Path) -> dict[str, Any]:
-        """What `_take_back` needs: files below `folder`, and the rest as JSON-ready values."""
+    def _parts(self, trainer: Held, *, behind: bool) -> Callable[[Path], dict[str, Any]]:
+        """What writes all that `_take_back` needs: files below the folder that it is given, and the rest as JSON-ready
+        values. Nothing that later steps change may be in it, but for what is `trainer` of; behind: nor anything else.
+        """
 
     @abstractmethod
     async def _score_held_out(self) -> dict[str, float]:
@@ -163,6 +181,9 @@ class BaseRun(ABC):
     async def evaluate_and_save_if_due(self) -> None:
         """Evaluate and write a checkpoint at the intervals that the recipe names, and after the last step."""
         every = self.config.evaluation.every
+        if self._saver.ended or self.config.checkpoint.best is not None:
+            # A failure is told at once; and what is best is known of checkpoints that are there.
+            await self.place.aside(self._settle)
         if self.leaving:
             # A machine that is taken gives half a minute or two.
             await self.save()
@@ -196,25 +217,68 @@ class BaseRun(ABC):
             return self._checkpoint_of(self.step)
         self.display.phase("saving")
         started = time.perf_counter()
+        self._settle()
+        behind = self._writes_behind()
+        write = self._writer(behind=behind)
         steps, keep_best = self._best_of()
-        folder = save_checkpoint(
-            self.directory.checkpoints_folder,
-            self.step,
-            self._write,
-            keep=self.config.checkpoint.keep,
-            ranking=steps,
-            keep_best=keep_best,
-        )
-        self._saved_at = self.step
-        self.directory.update(best=self._best_score())
-        self._times["time/checkpoint"] = time.perf_counter() - started
-        return folder
+        folder, step, keep = self.directory.checkpoints_folder, self.step, self.config.checkpoint.keep
+
+        def save() -> None:
+            save_checkpoint(folder, step, write, keep=keep, ranking=steps, keep_best=keep_best)
+
+        if behind:
+            self._saver.start(save)
+        else:
+            save()
+            self.directory.update(best=self._best_score())
+        self._saved_at = step
+        self._waited += time.perf_counter() - started
+        return self._checkpoint_of(step)
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            RunFailure: it could not be written; the one before is intact.
+        """
+        if self._saver.wait():
+            self.directory.update(best=self._best_score())
+
+    async def _last_write(self) -> Exception | None:
+        """Wait for the checkpoint that is being written; returns what went wrong with it."""
+        try:
+            await asyncio.to_thread(self._settle)
+        except Exception as error:
+            return error
+        return None
+
+    def _writes_behind(self) -> bool:
+        """Whether the checkpoint of this step is written while the next steps are done."""
+        asked = self.config.checkpoint.in_background
+        if self.done or asked is False:
+            return False
+        behind, why = in_background(asked, *((0, 0) if asked is True else self._held_bytes()))
+        if behind and not self._saver_told:
+            self.display.message(f"checkpoints are written while training goes on: {why}")
+            self._saver_told = True
+        return behind
+
+    def _held_bytes(self) -> tuple[int, int]:
+        """(bytes of a copy of what a checkpoint holds, bytes of memory that are free where it would be)."""
+        found: tuple[int, int] = self.trainer.held_bytes()
+        return found
+
+    def _take_waited(self) -> dict[str, float]:
+        """What the loop waited for checkpoints since this was last asked, for the metrics of a step."""
+        waited, self._waited = self._waited, 0.0
+        return {"time/checkpoint": waited} if waited else {}
 
     async def finish(self) -> Path:
         """Save, say how it ended; returns the folder of the trained model."""
         if not self.after and not self.leaving:
             await self.evaluate()
         model = await self.save() / "model"
+        await self.place.aside(self._settle)
         self.directory.update(stopped=self.stopped, best=self._best_score())
         self.display.finish(
             Summary(
@@ -312,17 +376,28 @@ class BaseRun(ABC):
         # The recipe may now ask for another metric, or the process died between the two pointers.
         point_best(self.directory.checkpoints_folder, *self._best_of())
 
-    def _write(self, folder: Path) -> dict[str, Any]:
-        self.trainer.export(self.roles.tokenizer, folder / "model")
-        return {
-            "step": self.step,
-            "before": self.before,
-            "after": self.after,
-            "evaluations": self.evaluations,
-            "tokens": self._tokens,
-            **self._state(folder),
-            "random": random_state(),
-        }
+    def _writer(self, *, behind: bool) -> Callable[[Path], dict[str, Any]]:
+        """What writes a checkpoint of this step. behind: from copies, while later steps are done."""
+        tokenizer, live = self.roles.tokenizer, self.trainer
+        trainer = Held(lambda folder: live.export(tokenizer, folder), live.save)
+        if behind:
+            trainer = live.hold(tokenizer)
+        parts, random = self._parts(trainer, behind=behind), random_state()
+        about = copy.deepcopy(
+            {
+                "step": self.step,
+                "before": self.before,
+                "after": self.after,
+                "evaluations": self.evaluations,
+                "tokens": self._tokens,
+            }
+        )
+
+        def write(folder: Path) -> dict[str, Any]:
+            trainer.export(folder / "model")
+            return {**about, **parts(folder), "random": random}
+
+        return write
 
     def _show_start(self, opened: OpenedFolder) -> None:
         facts = {

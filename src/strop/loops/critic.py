@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from strop.models.load import ModelFacts, load_model, load_scalar_model, load_to
 from strop.models.scalar import with_scalar_head
 from strop.training.parallel.ranks import Alone
 from strop.training.single import SingleDeviceTrainer
+from strop.training.snapshot import free_memory
 
 
 class Critic:
@@ -76,6 +78,20 @@ class Critic:
         """Write everything that resumes bit for bit."""
         directory.mkdir(exist_ok=True)
         return self.trainer.save(directory)
+
+    def hold(self) -> Callable[[Path], dict[str, Any]]:
+        """What `save` would write now, in copies that no update changes; the function that is returned writes it."""
+        write = self.trainer.hold_state()
+
+        def save(directory: Path) -> dict[str, Any]:
+            directory.mkdir(exist_ok=True)
+            return write(directory)
+
+        return save
+
+    def held_bytes(self) -> tuple[int, int]:
+        """See `SingleDeviceTrainer.held_bytes`."""
+        return self.trainer.held_bytes()
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self.trainer.load(directory, state)
@@ -139,6 +155,14 @@ class SharedCritic:
     def save(self, directory: Path) -> dict[str, Any]:
         """Nothing: the head is among the policy's state."""
         return {}
+
+    def hold(self) -> Callable[[Path], dict[str, Any]]:
+        """Nothing, likewise."""
+        return self.save
+
+    def held_bytes(self) -> tuple[int, int]:
+        """(0, the memory that is free)."""
+        return 0, free_memory()
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """Nothing, likewise."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from strop.publishing.transports.broadcast import BroadcastSender, BroadcastTake
 from strop.publishing.transports.delta import DeltaSender, DeltaTaker
 from strop.publishing.transports.disk import DiskSender, DiskTaker
 from strop.publishing.transports.ipc import IpcSender, IpcTaker
+from strop.tracking.atomic import sync_file
 from strop.training.parallel.choose import choose_ranks, join
 from strop.training.parallel.ranks import Alone
 
@@ -83,6 +85,7 @@ class RankHost:
         self.trainer: Any = None
         self.critic: Critic | None = None
         self._side: TrainerSide | None = None
+        self._held: dict[str, Callable[[Path], Any]] = {}
         self._divided = False
         self.engine: EngineHost | None = None
         self._publisher: SharedPublisher | None = None
@@ -145,6 +148,26 @@ class RankHost:
     def export(self, folder: Path) -> None:
         self.trainer.export(self.roles.tokenizer, folder)
 
+    def hold(self) -> None:
+        """Keep copies of what `export` and `save` would write now, for `write_held`."""
+        held, random = self.trainer.hold(self.roles.tokenizer), json.dumps(random_state())
+
+        def save(folder: Path) -> dict[str, Any]:
+            path = folder / f"random-{self.rank}-of-{self._ranks.world}.json"
+            path.write_text(random, encoding="utf-8")
+            sync_file(path)
+            return held.save(folder)  # type: ignore[no-any-return]
+
+        self._held = {"model": held.export, "state": save}
+
+    def held_bytes(self) -> tuple[int, int]:
+        needed, free = self.trainer.held_bytes()
+        return needed + (0 if self.critic is None else self.critic.held_bytes()[0]), free
+
+    async def write_held(self, what: str, folder: Path) -> Any:
+        """Write what this rank holds, while the thread of the other calls may compute; it is not held any more then."""
+        return await asyncio.to_thread(self._held.pop(what), folder)
+
     def close_trainer(self) -> None:
         self.trainer.close()
 
@@ -178,6 +201,10 @@ class RankHost:
     def save_critic(self, folder: Path) -> dict[str, Any]:
         assert self.critic is not None
         return self.critic.trainer.save(folder)
+
+    def hold_critic(self) -> None:
+        assert self.critic is not None
+        self._held["critic"] = self.critic.trainer.hold_state()
 
     def load_critic(self, folder: Path, state: dict[str, Any]) -> None:
         assert self.critic is not None

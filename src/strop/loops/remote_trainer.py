@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from strop.algorithms.supervised import explained_variance
 from strop.cluster.group import WorkerGroup
 from strop.config.training import OptimizerSettings
 from strop.loops.critic import Critic
+from strop.training.snapshot import Held
 
 
 class Asked:
@@ -76,6 +77,20 @@ class RemoteTrainer:
         """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
         return list(self._ask("score", token_lists))
 
+    def hold(self, tokenizer: Any) -> Held:
+        """What `export` and `save` would write now, in the memory of the ranks. What is returned is called from another
+        thread than the loop's, and the ranks answer while they do other work."""
+        self._ask("hold")
+        return Held(
+            lambda folder: self._ask("write_held", "model", folder.absolute()),
+            lambda directory: dict(self._ask("write_held", "state", directory.absolute())),
+        )
+
+    def held_bytes(self) -> tuple[int, int]:
+        """(bytes, bytes that are free) of the host of ranks with the least room, with the critic's."""
+        needed, free = self._ask("held_bytes")
+        return int(needed), int(free)
+
     def save(self, directory: Path) -> dict[str, Any]:
         """Write the state that the ranks, or any other number of them, go on from."""
         return dict(self._ask("save", directory.absolute()))
@@ -112,6 +127,19 @@ class RemoteCritic(Critic):
     def save(self, directory: Path) -> dict[str, Any]:
         directory.mkdir(exist_ok=True)
         return dict(self._ask("save_critic", directory.absolute()))
+
+    def hold(self) -> Callable[[Path], dict[str, Any]]:
+        self._ask("hold_critic")
+
+        def save(directory: Path) -> dict[str, Any]:
+            directory.mkdir(exist_ok=True)
+            return dict(self._ask("write_held", "critic", directory.absolute()))
+
+        return save
+
+    def held_bytes(self) -> tuple[int, int]:
+        # The ranks counted it with their trainer's.
+        return 0, 0
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self._ask("load_critic", directory.absolute(), state)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from safetensors.numpy import save_file as save_arrays
 
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptStream
@@ -30,6 +33,7 @@ from strop.rollout.episode import Episode, Group, TokenStream
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
+from strop.training.snapshot import Held
 
 CURRICULUM = "curriculum.safetensors"
 """The file of a checkpoint with the pass rates of the prompts."""
@@ -208,7 +212,7 @@ class Run(BaseRun):
         # What was sampled and replaced counts too: the reward of the groups that are left says little of the policy.
         sampled = [*groups, *self.collector.discarded]
         metrics = rollout_metrics(sampled, max_new_tokens=self.config.rollout.max_new_tokens)
-        metrics |= stats | self._times
+        metrics |= stats | self._times | self._take_waited()
         if self.stream.curriculum is not None:
             metrics |= self.stream.curriculum.metrics()
         tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
@@ -313,16 +317,33 @@ class Run(BaseRun):
         self._files.wait()
         return super()._save()
 
-    def _state(self, folder: Path) -> dict[str, Any]:
-        if self.stream.curriculum is not None:
-            self.stream.curriculum.save(folder / "state" / CURRICULUM)
-        return {
-            "prompts": self.stream.state(),
-            "started_groups": self.collector.admission.started,
-            "alarms": self._watch.state(),
-            "trainer": self.trainer.save(folder / "state"),
-            "critic": None if self.critic is None else self.critic.save(folder / "state" / "critic"),
-        }
+    def _parts(self, trainer: Held, *, behind: bool) -> Callable[[Path], dict[str, Any]]:
+        critic = None
+        if self.critic is not None:
+            critic = self.critic.hold() if behind else self.critic.save
+        curriculum = None if self.stream.curriculum is None else self.stream.curriculum.held()
+        values = copy.deepcopy(
+            {
+                "prompts": self.stream.state(),
+                "started_groups": self.collector.admission.started,
+                "alarms": self._watch.state(),
+            }
+        )
+
+        def write(folder: Path) -> dict[str, Any]:
+            if curriculum is not None:
+                save_arrays(curriculum, folder / "state" / CURRICULUM)
+            return {
+                **values,
+                "trainer": trainer.save(folder / "state"),
+                "critic": None if critic is None else critic(folder / "state" / "critic"),
+            }
+
+        return write
+
+    def _held_bytes(self) -> tuple[int, int]:
+        needed, free = super()._held_bytes()
+        return needed + (0 if self.critic is None else self.critic.held_bytes()[0]), free
 
     async def _score_held_out(self) -> dict[str, float]:
         scores, episodes = await evaluate(

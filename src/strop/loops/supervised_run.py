@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -28,6 +29,7 @@ from strop.tracking.display import Display, StepView
 from strop.tracking.summary import short_path
 from strop.tracking.system import memory_bytes
 from strop.training.batching import token_batch
+from strop.training.snapshot import Held
 
 SCORES = {
     "loss": "loss",
@@ -114,7 +116,7 @@ class SupervisedRun(BaseRun):
         tokens = int(batch.input_ids.shape[0])
         trained = int(batch.loss_mask.sum())
         self._tokens["trained"] += trained
-        metrics = with_perplexity(stats) | self._times
+        metrics = with_perplexity(stats) | self._times | self._take_waited()
         metrics |= {
             "tokens/read": float(tokens),
             "tokens/trained": float(trained),
@@ -222,12 +224,10 @@ class SupervisedRun(BaseRun):
         await self._ask_reference()
         await self.place.aside(lambda: self.trainer.load(checkpoint / "state", state["trainer"]))
 
-    def _state(self, folder: Path) -> dict[str, Any]:
-        return {
-            "examples": self.stream.state(),
-            "trainer": self.trainer.save(folder / "state"),
-            "targets": None if self._targets is None else self._targets.fingerprint,
-        }
+    def _parts(self, trainer: Held, *, behind: bool) -> Callable[[Path], dict[str, Any]]:
+        examples = copy.deepcopy(self.stream.state())
+        targets = None if self._targets is None else self._targets.fingerprint
+        return lambda folder: {"examples": examples, "trainer": trainer.save(folder / "state"), "targets": targets}
 
     async def _score_held_out(self) -> dict[str, float]:
         return await self.place.aside(self._scores)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import RunFailure
-from strop.models.global_state import quiet
+from strop.models.global_state import quiet, silent
 
 if TYPE_CHECKING:
     import torch
@@ -37,17 +38,67 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pat
         generation = getattr(base, "generation_config", None)
         write_folder(type(base), base.config, merged_weights(model), generation, tokenizer, target)
         if base is not model:
-            from strop.models.adaptive import ranks_as_they_are
-
-            # "auto" would ask the Hub whether the vocabulary was resized.
-            with quiet(), ranks_as_they_are(model):
-                model.save_pretrained(target / "adapter", save_embedding_layers=False)
+            _write_adapter(model, target)
         sync_folder(target)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RunFailure(
-            f"the model could not be written: {reason}", where=str(target), mend="free some space on the disk"
-        ) from error
+        raise _not_written(error, target) from error
+
+
+def hold_model(
+    model: Any, tokenizer: PreTrainedTokenizerBase, copied: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Path], None]:
+    """What `save_model` would write now, held in memory; the function that is returned writes the same files.
+
+    It may be called in another thread while the model is trained and the tokenizer is used: it touches neither, nor
+    the global random state.
+
+    Args:
+        copied: gives a copy of a tensor that nobody changes, or the tensor itself where nobody will.
+    """
+    from safetensors import SafetensorError
+
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    live = {tensor.data_ptr() for tensor in model.state_dict().values()}
+    # What adapters were merged into is a copy already.
+    weights = {
+        name: copied(tensor) if tensor.data_ptr() in live else tensor for name, tensor in merged_weights(model).items()
+    }
+    empty = _empty(type(base), base.config, weights)
+    generation = copy.deepcopy(getattr(base, "generation_config", None))
+    with tempfile.TemporaryDirectory() as name:
+        small = Path(name)
+        save_tokenizer(tokenizer, small)
+        if base is not model:
+            _write_adapter(model, small)
+        files = {path.relative_to(small): path.read_bytes() for path in small.rglob("*") if path.is_file()}
+
+    def write(folder: Path) -> None:
+        try:
+            with silent():
+                _write_weights(empty, weights, generation, folder)
+            for path, content in files.items():
+                (folder / path).parent.mkdir(exist_ok=True)
+                (folder / path).write_bytes(content)
+            sync_folder(folder)
+        except (OSError, SafetensorError) as error:
+            raise _not_written(error, folder) from error
+
+    return write
+
+
+def _write_adapter(model: Any, folder: Path) -> None:
+    from strop.models.adaptive import ranks_as_they_are
+
+    # "auto" would ask the Hub whether the vocabulary was resized.
+    with quiet(), ranks_as_they_are(model):
+        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+
+
+def _not_written(error: Exception, folder: Path) -> RunFailure:
+    reason = getattr(error, "strerror", None) or str(error)
+    return RunFailure(
+        f"the model could not be written: {reason}", where=str(folder), mend="free some space on the disk"
+    )
 
 
 def merged_weights(model: Any) -> dict[str, torch.Tensor]:
@@ -112,6 +163,12 @@ def write_folder(
     An empty model of the same architecture does the writing: it knows which weights are tied and how their names and
     shapes look on the disk, and nothing of how the live model is run (attention, adapters, hooks) gets into the files.
     """
+    with quiet():
+        _write_weights(_empty(architecture, config, weights), weights, generation_config, folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def _empty(architecture: type[PreTrainedModel], config: PreTrainedConfig, weights: dict[str, torch.Tensor]) -> Any:
     import torch
 
     config = copy.deepcopy(config)
@@ -119,16 +176,17 @@ def write_folder(
     dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         empty = architecture(config)
-    empty.to(dtype=dtype)
-    with quiet():
-        empty.save_pretrained(folder, state_dict=dict(weights))
+    return empty.to(dtype=dtype)
+
+
+def _write_weights(empty: Any, weights: dict[str, torch.Tensor], generation_config: Any, folder: Path) -> None:
+    empty.save_pretrained(folder, state_dict=dict(weights))
     # safetensors leaves its files to their owner alone, whatever the umask says.
     for file in folder.glob("*.safetensors"):
         file.chmod((folder / "config.json").stat().st_mode)
     if generation_config is not None:
         # Its own save_pretrained refuses settings that published models have (a temperature without do_sample).
         generation_config.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
-    save_tokenizer(tokenizer, folder)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

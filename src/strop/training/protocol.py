@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strop.algorithms.base import Objective
 from strop.algorithms.batch import TokenBatch
+from strop.training.snapshot import Held
 
 Role = Literal["policy", "reference"]
 
@@ -44,6 +45,14 @@ class Trainer(Protocol):
 
     def save(self, directory: Path) -> dict[str, Any]:
         """Write the state that resumes bit for bit; returns what goes into the checkpoint's JSON."""
+        ...
+
+    def hold(self, tokenizer: Any) -> Held:
+        """What `export` and `save` would write now, in copies that no update changes."""
+        ...
+
+    def held_bytes(self) -> tuple[int, int]:
+        """(bytes that `hold` copies, bytes of memory that are free where it does)."""
         ...
 
     def load(self, directory: Path, state: dict[str, Any]) -> None: ...

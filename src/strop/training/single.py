@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +23,15 @@ from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
 from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
-from strop.models.save import merged_weights, save_model
+from strop.models.save import hold_model, merged_weights, save_model
 from strop.models.scalar import packed_scores
 from strop.training.batching import MicroBatch, filler, micro_batches, mini_batches
 from strop.training.optimizer import MASTER, MasterOptimizer
-from strop.training.parallel.export import export_ranks, skeleton
+from strop.training.parallel.export import export_ranks, hold_ranks, skeleton
 from strop.training.parallel.ranks import Alone, Ranks, Whole
-from strop.training.parallel.state import FOLDER, divided, load_sharded, save_sharded
+from strop.training.parallel.state import FOLDER, divided, hold_sharded, load_sharded, save_sharded
 from strop.training.protocol import Role
+from strop.training.snapshot import Copies, Held, copied_bytes, free_memory
 from strop.training.targets import forward_on_targets
 from strop.training.totals import Totals
 from strop.training.update_rules import outer_weights
@@ -234,8 +235,10 @@ class SingleDeviceTrainer:
         if self._skeleton is None:
             save_model(self.model, tokenizer, folder)
         else:
-            everything = ((name, self._whole_weight(name, p)) for name, p in self.model.named_parameters())
-            export_ranks(everything, self._skeleton, tokenizer, folder, writes=self._ranks_of.rank == 0)
+            export_ranks(self._everything(), self._skeleton, tokenizer, folder, writes=self._ranks_of.rank == 0)
+
+    def _everything(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self._whole_weight(name, p)) for name, p in self.model.named_parameters())
 
     def _whole_weight(self, name: str, parameter: Tensor) -> Tensor:
         return self._ranks_of.whole(name, parameter).to(self._formats[name])
@@ -244,17 +247,66 @@ class SingleDeviceTrainer:
         """Write `optimizer.safetensors` and `trainable.safetensors`, or of many ranks `sharded/`; together with nothing
         else they resume exactly, on any number of ranks."""
         if isinstance(self._ranks_of, Ranks):
-            weights = {f"{WEIGHT}/{name}": p.detach() for name, p in self.optimizer.parameters.items()}
-            save_sharded(self._ranks_of, weights | self.optimizer.state(), directory)
+            save_sharded(self._ranks_of, self._sharded(), directory)
             return {"updates": self.optimizer.updates}
-        save_file({k: v.contiguous() for k, v in self.optimizer.state().items()}, directory / "optimizer.safetensors")
-        weights = {name: p.detach().contiguous() for name, p in self.optimizer.parameters.items()}
-        save_file(weights, directory / "trainable.safetensors")
+        return self._state_files(lambda tensor: tensor.detach().contiguous())(directory)
+
+    def hold(self, tokenizer: Any) -> Held:
+        """What `export` and `save` would write now, in the CPU's memory: the trainer may go on while another thread
+        writes it. All ranks have to ask; each then writes what it holds, and none needs another for it."""
+        if self._skeleton is not None:
+            first = self._ranks_of.rank == 0
+            export = hold_ranks(self._everything(), self._skeleton, tokenizer, writes=first)
+            return Held(export, self.hold_state())
+        copies = Copies(self.model)
+        return Held(hold_model(self.model, tokenizer, copies), self._state_files(copies))
+
+    def hold_state(self) -> Callable[[Path], dict[str, Any]]:
+        """What `save` would write now, likewise."""
+        if not isinstance(self._ranks_of, Ranks):
+            return self._state_files(Copies(self.model))
+        write, updates = hold_sharded(self._ranks_of, self._sharded()), self.optimizer.updates
+
+        def save(directory: Path) -> dict[str, Any]:
+            write(directory)
+            return {"updates": updates}
+
+        return save
+
+    def held_bytes(self) -> tuple[int, int]:
+        """(bytes that `hold` copies, bytes of memory that are free where it does), of ranks those of the host with the
+        least room. All ranks have to ask."""
+        tensors = [p.detach() for p in self.optimizer.parameters.values()] + list(self.optimizer.state().values())
+        needed = copied_bytes([t.to_local() if hasattr(t, "to_local") else t for t in tensors])
+        if self._skeleton is not None and self._ranks_of.rank == 0:
+            needed += sum(p.numel() * p.element_size() for p in self._skeleton.parameters())
+        elif self._skeleton is None and self._adapters:
+            # Weights that adapters are merged into.
+            needed += sum(p.numel() * p.element_size() for p in self.model.parameters() if not p.requires_grad)
+        return self._ranks_of.least_room(needed, free_memory())
+
+    def _sharded(self) -> dict[str, Tensor]:
+        weights = {f"{WEIGHT}/{name}": p.detach() for name, p in self.optimizer.parameters.items()}
+        return weights | self.optimizer.state()
+
+    def _state_files(self, copied: Callable[[Tensor], Tensor]) -> Callable[[Path], dict[str, Any]]:
+        """Writes what one process resumes from. copied: gives what is written of a tensor, contiguous."""
+        files = {
+            "optimizer": {key: copied(value) for key, value in self.optimizer.state().items()},
+            "trainable": {name: copied(parameter) for name, parameter in self.optimizer.parameters.items()},
+        }
         state: dict[str, Any] = {"updates": self.optimizer.updates}
         if self._ranks is not None:
-            moments, state["ranks"] = self._ranks.state()
-            save_file({name: moment.contiguous() for name, moment in moments.items()}, directory / "ranks.safetensors")
-        return state
+            moments, ranks = self._ranks.state()
+            state["ranks"] = copy.deepcopy(ranks)
+            files["ranks"] = {name: copied(moment) for name, moment in moments.items()}
+
+        def write(directory: Path) -> dict[str, Any]:
+            for name, tensors in files.items():
+                save_file(tensors, directory / f"{name}.safetensors")
+            return state
+
+        return write
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """Take back what `save` wrote, here or on another number of ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from strop.models.save import save_model
+from strop.models.save import hold_model, save_model
 
 # Bytes that are gathered before they are written.
 PIECE = 1 << 30
@@ -59,13 +59,31 @@ def export_ranks(
         return
     if held:
         write()
-    mapped = {}
+    mapped: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as pieces:
             mapped |= {name: pieces.get_tensor(name) for name in pieces.keys()}  # noqa: SIM118 - not a dict
-    empty = copy.deepcopy(skeleton)
-    empty.load_state_dict(mapped, strict=False, assign=True)
-    base = empty.get_base_model() if hasattr(empty, "get_base_model") else empty
-    base.tie_weights()
-    save_model(empty, tokenizer, folder)
+    save_model(_filled(skeleton, mapped), tokenizer, folder)
     shutil.rmtree(folder / PIECES)
+
+
+def hold_ranks(
+    weights: Iterator[tuple[str, Tensor]], skeleton: Any, tokenizer: Any, *, writes: bool
+) -> Callable[[Path], None]:
+    """As `export_ranks`, but all of the model is held in the memory of the rank that writes, until the function that is
+    returned is called there; it needs no other rank."""
+    held = {}
+    for name, weight in weights:
+        if writes:
+            held[name] = weight.detach().to("cpu", copy=True).contiguous()
+    if not writes:
+        return lambda folder: None
+    return hold_model(_filled(skeleton, held), tokenizer, lambda tensor: tensor)
+
+
+def _filled(skeleton: Any, weights: dict[str, Tensor]) -> Any:
+    filled = copy.deepcopy(skeleton)
+    filled.load_state_dict(weights, strict=False, assign=True)
+    base = filled.get_base_model() if hasattr(filled, "get_base_model") else filled
+    base.tie_weights()
+    return filled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,10 @@ class Alone:
 
     def begin(self, whole: Whole, *, last: bool) -> None:
         """Called before each pass with a gradient. last: of the passes of an update."""
+
+    def least_room(self, needed: int, free: int) -> tuple[int, int]:
+        """(bytes needed, bytes free) of the host that has the least room for what all ranks on it need."""
+        return needed, free
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         """A trained weight, or a tensor shaped like it, from the parts of all ranks, which all have to ask."""
@@ -223,6 +228,15 @@ class Ranks(Alone):
             # All ranks make equally many passes, so they agree on which one is the last. Until then FSDP adds up whole
             # gradients in the number format that they are summed in, float32.
             whole.set_requires_gradient_sync(last or self._every_pass)  # type: ignore[operator]
+
+    def least_room(self, needed: int, free: int) -> tuple[int, int]:
+        said: list[Any] = [None] * self.world
+        dist.all_gather_object(said, (socket.gethostname(), needed, free))
+        hosts: dict[str, tuple[int, int]] = {}
+        for host, own, left in said:
+            before = hosts.get(host, (0, left))
+            hosts[host] = before[0] + own, min(before[1], left)
+        return max(hosts.values(), key=lambda host: host[0] / max(host[1], 1))
 
     def whole(self, name: str, value: Tensor) -> Tensor:
         value = value.detach()

@@ -6,8 +6,10 @@ piece lies in it, so how it was divided when it was written does not matter when
 
 from __future__ import annotations
 
+import io
+import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from strop.errors import RunFailure
@@ -29,6 +32,62 @@ def save_sharded(ranks: Ranks, tensors: Mapping[str, Tensor], directory: Path) -
     state = {key: _described(ranks, key, value) for key, value in tensors.items()}
     with _quiet():
         dcp.save(state, storage_writer=FileSystemWriter(directory / FOLDER, sync_files=True))
+
+
+class HeldFiles(FileSystem):
+    """Files in memory, by their paths, for a writer of torch.distributed.checkpoint."""
+
+    def __init__(self) -> None:
+        self.files: dict[Path, io.BytesIO] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        self.files[Path(path)] = _Kept()
+        yield self.files[Path(path)]
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self.files[Path(new_path)] = self.files.pop(Path(path))
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Folders need not be made."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return Path(path) in self.files
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        del self.files[Path(path)]
+
+
+class _Kept(io.BytesIO):
+    """Whose content stays when whoever wrote it closes it."""
+
+    def close(self) -> None:
+        pass
+
+
+def hold_sharded(ranks: Ranks, tensors: Mapping[str, Tensor]) -> Callable[[Path], None]:
+    """What `save_sharded` would write now; all ranks have to ask, and talk to each other while they do.
+
+    The function that is returned writes this rank's files below a directory and flushes them to the disk, and needs no
+    other rank.
+    """
+    state = {key: _described(ranks, key, value) for key, value in tensors.items()}
+    root = Path(FOLDER)
+    writer = FileSystemWriter(root, sync_files=False)
+    held = writer.fs = HeldFiles()
+    with _quiet():
+        dcp.save(state, storage_writer=writer)
+
+    def write(directory: Path) -> None:
+        for path, content in held.files.items():
+            target = directory / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                file.write(content.getbuffer())
+                file.flush()
+                os.fsync(file.fileno())
+
+    return write
 
 
 def load_sharded(ranks: Alone, parameters: Mapping[str, Tensor], directory: Path) -> dict[str, Tensor]:
