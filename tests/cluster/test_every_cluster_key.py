@@ -607,6 +607,7 @@ NOISY = {"method": "sft", "batch_size": 4, "neftune_alpha": 5.0}
         (lambda: examples_of(TENSOR, supervised=NOISY), "supervised.neftune_alpha"),
         (lambda: examples_of(CONTEXT, supervised=NOISY), "supervised.neftune_alpha"),
         (lambda: config_of(CONTEXT, algorithm={"name": "gkd"}), "cluster.trainer"),
+        (lambda: config_of(TENSOR, training={"compile": True}), "training.compile"),
     ],
 )  # fmt: skip
 def test_what_ranks_cannot_do_together(config: Callable[[], Any], where: str) -> None:

@@ -166,7 +166,7 @@ def counted() -> Iterator[dict[str, Any]]:
 
     passes: tokens of each forward pass. blocks: passes through a feed-forward layer, those that are recomputed
     included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small
-    products. behind: checkpoints that are written while training goes on.
+    products. behind: checkpoints that are written while training goes on. compiled: passes through compiled blocks.
     Of verifiers: workers is how many processes were started, timeouts the seconds that were given to them, to threads
     and to requests; sandboxes is how many jobs could run in them at a time, and how many of them waited for one.
     """
@@ -178,6 +178,7 @@ def counted() -> Iterator[dict[str, Any]]:
     from strop.rollout.engines import packed_linear
     from strop.sandbox.pool import Pool
     from strop.training.background import Background
+    from strop.training.compiling import CompiledBlocks
 
     counts: dict[str, Any] = {
         "passes": [],
@@ -185,6 +186,7 @@ def counted() -> Iterator[dict[str, Any]]:
         "logits": 0,
         "packed": 0,
         "behind": 0,
+        "compiled": 0,
         "workers": 0,
         "timeouts": [],
         "sandboxes": [],
@@ -241,6 +243,7 @@ def counted() -> Iterator[dict[str, Any]]:
         mock.patch.object(logprobs, "_logits", count("logits", logits)),
         mock.patch.object(packed_linear, "packed_product", count("packed", product)),
         mock.patch.object(Background, "start", count("behind", Background.start)),
+        mock.patch.object(CompiledBlocks, "used", count("compiled", CompiledBlocks.used)),
     ):
         yield counts
 

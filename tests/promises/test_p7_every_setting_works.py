@@ -1027,6 +1027,7 @@ TABLE: dict[str, Case] = {
     "checkpoint.best.keep": Case(2, "files", "ranked", steady=True),
     "checkpoint.every": Case(1, "files", steady=True),
     "checkpoint.keep": Case(1, "files", "often saved", steady=True),
+    "training.compile": Case(True, "compiled", steady=True),
     "checkpoint.in_background": Case(True, "behind", steady=True),
     "tracking.display": Case("plain", "text", steady=True),
     "tracking.tensorboard": Case(True, "files", steady=True),

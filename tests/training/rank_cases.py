@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-LATE = ("every_pass", "offload")
+LATE = ("every_pass", "offload", "compiled")
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Case:
     algorithm: str = "grpo"
     every_pass: bool = False
     offload: bool = False
+    compiled: bool = False
 
     @property
     def ranks(self) -> int:
@@ -174,6 +175,7 @@ def make_trainer(case: Case, ranks: Alone | None, **options: Any) -> SingleDevic
         total_updates=10,
         budget=case.budget,
         recompute=case.recompute,
+        compiled=case.compiled,
         value_head=head,
         ranks=ranks,
         **options,

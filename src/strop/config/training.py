@@ -61,6 +61,10 @@ class TrainingSettings(StrictModel):
     sequence gets a pass of its own."""
     logprob_chunk: PositiveInt = 512
     """Tokens whose logits exist at the same time."""
+    compile: bool = False
+    """Compile the blocks of the model by torch.compile for the trainer's passes, all but attention; the engine samples
+    as it does without. The first passes take a minute or more, which pays in long runs, or not at all: measure it
+    (docs/performance.md). Not with `cluster.trainer.tensor`, nor `model.activation_checkpointing`."""
 
 
 class CriticSettings(StrictModel):

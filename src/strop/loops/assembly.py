@@ -16,6 +16,7 @@ from strop.data.curriculum import Curriculum
 from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
+from strop.errors import UserError
 from strop.loops.algorithm import demands_of
 from strop.loops.engine_choices import engine_memory
 from strop.loops.prepare import Prepared
@@ -36,6 +37,7 @@ from strop.rollout.player import Player
 from strop.rollout.recorded import RecordedCollector
 from strop.rollout.world import World
 from strop.tracking.atomic import replacing
+from strop.training.compiling import check_compiler
 from strop.training.parallel.ranks import Alone
 from strop.training.single import SingleDeviceTrainer
 
@@ -95,6 +97,14 @@ def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
         scalar: give the model a scalar head instead of its output head.
     """
     config, hardware = prepared.config, prepared.hardware
+    if config.training.compile:
+        if config.model.activation_checkpointing:
+            raise UserError(
+                "torch does not compile what it recomputes, so with activation checkpointing nothing would be compiled",
+                where="training.compile",
+                mend="set it to false, or model.activation_checkpointing",
+            )
+        check_compiler(hardware.device)
     loaded = load_model(config.model, device=hardware.device, dtype=hardware.dtype, seed=config.run.seed)
     check_forward(loaded.model, vocabulary=int(loaded.model.get_output_embeddings().weight.shape[0]))
     if scalar:
@@ -129,6 +139,7 @@ def make_trainer(
         epochs=config.training.epochs if reinforcement else 1,
         reference=reinforcement and prepared.needs_reference,
         recompute=config.model.activation_checkpointing,
+        compiled=config.training.compile,
         value_head=value_head(roles.model) if shared else None,
         value_rate=config.critic.optimizer.learning_rate if shared else None,
         moving_ranks=reinforcement,
@@ -155,6 +166,7 @@ def make_supervised_trainer(
         chunk=config.training.logprob_chunk,
         reference=reference,
         recompute=config.model.activation_checkpointing,
+        compiled=config.training.compile,
         head="score" if scalar else "logprobs",
         neftune_alpha=config.supervised.neftune_alpha or 0.0,
         moving_ranks=True,

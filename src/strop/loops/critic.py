@@ -43,6 +43,7 @@ class Critic:
             parts=training.mini_batches,
             epochs=training.epochs,
             recompute=config.model.activation_checkpointing,
+            compiled=training.compile,
             head="value",
             ranks=ranks,
         )

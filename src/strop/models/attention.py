@@ -83,15 +83,27 @@ def _attention_interface(
     return _PLANS[id(config)].attend(module, query, key, value, scores), None
 
 
+def compiled_around() -> None:
+    """Let torch.compile leave attention out of what it compiles, in this process: a plan is another in each pass."""
+    from transformers import AttentionInterface
+
+    _REGISTERED["function"] = torch.compiler.disable(_attention_interface)
+    AttentionInterface.register(NAME, _REGISTERED["function"])
+
+
 def _configs(model: nn.Module) -> dict[int, Any]:
     """Every config that the model's layers read; looked up once a model, since a decoding step has no time for it."""
     if model not in _CONFIGS:
         from transformers import AttentionInterface
 
-        AttentionInterface.register(NAME, _attention_interface)
+        AttentionInterface.register(NAME, _REGISTERED["function"])
         found = (getattr(module, "config", None) for module in model.modules())
         _CONFIGS[model] = {id(c): c for c in found if c is not None and hasattr(c, "_attn_implementation")}
     return _CONFIGS[model]
+
+
+# What transformers calls; a function that is left out of compiling costs something at each call.
+_REGISTERED: dict[str, Any] = {"function": _attention_interface}
 
 
 @contextmanager

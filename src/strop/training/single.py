@@ -26,6 +26,7 @@ from strop.models.neftune import embedding_noise, noisy_embeddings
 from strop.models.save import hold_model, merged_weights, save_model
 from strop.models.scalar import packed_scores
 from strop.training.batching import MicroBatch, filler, micro_batches, mini_batches
+from strop.training.compiling import CompiledBlocks
 from strop.training.optimizer import MASTER, MasterOptimizer
 from strop.training.parallel.export import export_ranks, hold_ranks, skeleton
 from strop.training.parallel.ranks import Alone, Ranks, Whole
@@ -67,7 +68,7 @@ class SingleDeviceTrainer:
         budget: packed tokens in one forward and backward pass. chunk: rows whose logits exist at a time.
         parts, epochs: mini-batches of a step and passes over it.
         reference: keep a frozen copy of the model as it is now; not needed with adapters, which are switched off.
-        recompute: recompute the blocks' activations in the backward pass.
+        recompute: recompute the blocks' activations in the backward pass. compiled: see `training/compiling.py`.
         head: what the model gives for a trained token: its log-probability, or for a model with a scalar head
             (`models/scalar.py`) the number at the token itself ("score") or at the one before it ("value").
         neftune_alpha: size of the noise on the embeddings while training (`models/neftune.py`); the batches then have
@@ -92,6 +93,7 @@ class SingleDeviceTrainer:
         epochs: int = 1,
         reference: bool = False,
         recompute: bool = False,
+        compiled: bool = False,
         head: Head = "logprobs",
         neftune_alpha: float = 0.0,
         value_head: nn.Linear | None = None,
@@ -125,6 +127,7 @@ class SingleDeviceTrainer:
         outer = outer_weights(model)
         self._formats = {name: p.dtype for name, p in model.named_parameters()}
         self._skeleton = skeleton(model) if self._ranks_of.world > 1 else None
+        self._compiled = CompiledBlocks(model) if compiled else None
         self._whole = self._ranks_of.divide(model, value_head=value_head)
         trained = list(model.named_parameters())
         scales = {}
@@ -150,7 +153,7 @@ class SingleDeviceTrainer:
             # The same cuts as in `update`, so that the first mini-batch finds the same numbers bit for bit.
             for part in mini_batches(batch, self._parts):
                 for micro in self._divided(batch.select(part)):
-                    with running(whole.model, self._plan(micro)):
+                    with self._running(whole.model, self._plan(micro)):
                         given = self._forward(whole, micro, "none")
                     places = self._places(batch, part[micro.sequences])
                     out[places], values[places] = given.logprobs.cpu(), given.values.cpu()
@@ -190,7 +193,7 @@ class SingleDeviceTrainer:
         denominators = objective.denominators(batch)
         with torch.no_grad():
             for micro in self._cut(batch, objective):
-                with running(self.model, self._plan(micro)):
+                with self._running(self.model, self._plan(micro)):
                     _, found, terms, entropy = self._loss(micro, objective, denominators)
                 if found is not None:
                     totals.add(terms, found, micro, entropy, int(batch.loss_mask.sum()), denominators[""])
@@ -203,7 +206,7 @@ class SingleDeviceTrainer:
         streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
         packed = padded(pack(streams), self._ranks_of.multiple)
         inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
-        with torch.no_grad(), running(self.model, self._ranks_of.plan(inputs.attention)):
+        with torch.no_grad(), self._running(self.model, self._ranks_of.plan(inputs.attention)):
             flat = self._whole(lambda: self._compute(self._whole, inputs, "none", temperature=1.0)).logprobs
             self._ranks_of.rest(self._whole)
         pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
@@ -353,6 +356,13 @@ class SingleDeviceTrainer:
         else:
             raise ValueError("this trainer was made without a reference")
 
+    @contextmanager
+    def _running(self, model: Any, plan: Plan) -> Iterator[None]:
+        """A plan for a model's attention, and what is compiled of it, for one pass."""
+        compiled = self._compiled if model is self.model else None
+        with running(model, plan), nullcontext() if compiled is None else compiled.used():
+            yield
+
     def _plan(self, micro: MicroBatch) -> Plan:
         return self._ranks_of.plan(micro.inputs.attention)
 
@@ -434,7 +444,7 @@ class SingleDeviceTrainer:
         cut = self._cut(batch, objective, share=not self._neftune_alpha)
         for at, micro in enumerate(cut, start=1):
             self._ranks_of.begin(self._whole, last=at == len(cut))
-            with running(self.model, self._plan(micro)), self._noise(micro):
+            with self._running(self.model, self._plan(micro)), self._noise(micro):
                 given, found, terms, entropy = self._loss(micro, objective, denominators)
                 if len(micro.trained):
                     torch.stack(list(terms.values())).sum().backward()

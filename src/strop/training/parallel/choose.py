@@ -126,6 +126,12 @@ def check_ranks(config: Any) -> None:
             "cluster.trainer",
             "set tensor and context to 1",
         )
+    if config.training.compile and placement.tensor > 1:
+        refuse(
+            "blocks whose layers are divided are not compiled: their ranks talk to each other inside",
+            "training.compile",
+            "remove it, or set cluster.trainer.tensor to 1",
+        )
     if config.supervised is not None and config.supervised.neftune_alpha and streams:
         refuse(
             "noise on embeddings is drawn for whole streams and layers",

@@ -1,0 +1,125 @@
+"""Compiled blocks: the gradients of plain ones, alone and among ranks, and refusals where they cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_cases import (
+    Case,
+    gradients,
+    gradients_of_rank,
+    make_trainer,
+    objective_of,
+    ragged_batch,
+    run_ranks,
+    tiny_model,
+)
+from torch._dynamo.utils import counters
+
+from strop.errors import ModelError, UserError
+from strop.training.compiling import CompiledBlocks, check_compiler
+
+ALONE = [
+    Case(compiled=True),
+    Case(compiled=True, shape="qwen3", budget=20),
+    Case(compiled=True, lora=True),
+]
+RANKS = [
+    Case(compiled=True, shards=2),
+    Case(compiled=True, shards=2, fsdp=True, budget=20),
+]
+
+
+def compare(case: Case, theirs: dict[str, Any]) -> None:
+    mine = gradients(Case(**{**vars(case), "compiled": False, "shards": 1, "fsdp": False}))
+    assert mine["gradients"].keys() == theirs["gradients"].keys()
+    for name, grad in mine["gradients"].items():
+        gap = float((grad - theirs["gradients"][name]).norm()) / float(grad.norm())
+        assert gap < 1e-5, f"{name}: {gap:.2e}"
+    for key in ("logprobs", "seen", "score"):
+        torch.testing.assert_close(theirs[key], mine[key], rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", ALONE, ids=lambda case: case.name)
+def test_gradients_are_those_of_plain_blocks(case: Case) -> None:
+    torch._dynamo.reset()
+    # With a gradient: a first update makes no pass without one.
+    counters.clear()
+    make_trainer(case, None).update(ragged_batch(9), objective_of(case))
+    assert counters["stats"]["unique_graphs"] > 2
+    compare(case, gradients(case))
+    # Graphs of operations that were compiled, with a gradient too; attention is where they are divided, nothing else.
+    assert counters["aot_autograd"]["ok"] > 0
+    reasons = list(counters["graph_break"])
+    assert all("torch.compiler.disable" in reason for reason in reasons), reasons
+
+
+def test_ranks_compute_compiled_blocks(tmp_path: Path) -> None:
+    for case, found in zip(RANKS, run_ranks(2, gradients_of_rank, RANKS, tmp_path), strict=True):
+        compare(case, found)
+
+
+def test_more_tokens_are_not_compiled_anew() -> None:
+    torch._dynamo.reset()
+    case = Case(compiled=True, budget=40)
+    trainer = make_trainer(case, None)
+    for seed in (1, 2):
+        trainer.update(ragged_batch(9, seed=seed), objective_of(case))
+    counters.clear()
+    for seed in (3, 4, 5):
+        trainer.update(ragged_batch(9, seed=seed), objective_of(case))
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+def test_blocks_are_plain_outside_of_the_trainers_passes() -> None:
+    model = tiny_model("llama")
+    blocks = CompiledBlocks(model)
+    names = list(model.state_dict())
+    layer = model.model.layers[0]
+    assert layer._compiled_call_impl is None
+    with blocks.used():
+        assert layer._compiled_call_impl is not None
+    assert layer._compiled_call_impl is None
+    assert list(model.state_dict()) == names == list(tiny_model("llama").state_dict())
+
+
+def test_a_model_whose_blocks_nobody_names_is_refused() -> None:
+    with pytest.raises(ModelError, match="does not name the class of its blocks") as caught:
+        CompiledBlocks(torch.nn.Linear(2, 2))
+    assert caught.value.where == "training.compile"
+
+
+def test_recomputed_blocks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    from strop.config.loading import load_config
+    from strop.loops.train import train
+
+    new = {"characters": "0123456789+=", "hidden_size": 32, "layers": 1, "heads": 2, "context": 32}
+    data = {
+        "model": {"create": new, "activation_checkpointing": True},
+        "data": {"train": {"path": "strop.data.arithmetic:problems", "arguments": {"count": 8, "digits": 1}}},
+        "rewards": {"verifiers": [{"kind": "exact"}]},
+        "rollout": {"max_new_tokens": 2},
+        "training": {"compile": True},
+        "tracking": {"display": "off"},
+        "hardware": {"device": "cpu", "threads": 1},
+    }
+    with pytest.raises(UserError, match="does not compile what it recomputes") as caught:
+        train(load_config(None, data=data))
+    assert caught.value.where == "training.compile"
+    assert not Path("runs").exists()
+
+
+def test_where_there_is_no_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_compiler(torch.device("cpu"))
+    from torch._inductor import config, cpp_builder
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    cpp_builder.cpp_compiler_search.cache_clear()
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler") as caught:
+        check_compiler(torch.device("cpu"))
+    assert "g++" in caught.value.mend
