@@ -173,7 +173,8 @@ def counted() -> Iterator[dict[str, Any]]:
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
     from strop.models import logprobs
-    from strop.rewards import client, composition
+    from strop.rewards import client
+    from strop.rewards.calls import Crew
     from strop.rewards.process import Worker
     from strop.rollout.engines import packed_linear
     from strop.sandbox.pool import Pool
@@ -218,11 +219,12 @@ def counted() -> Iterator[dict[str, Any]]:
         counts["sandboxes"].append((self.workers, self.warm))
         close(self)
 
-    call, begin, post = composition.call, Worker.begin, client._post
+    call, begin, post = Crew.call, Worker.begin, client._post
 
-    def noting_call(function: Any, *, name: str, timeout: float) -> Any:
-        note(timeout)
-        return call(function, name=name, timeout=timeout)
+    async def noting_call(self: Any, function: Any, *, name: str, timeout: float | None = None) -> Any:
+        if timeout is not None:
+            note(timeout)
+        return await call(self, function, name=name, timeout=timeout)
 
     def noting_begin(self: Any, settings: Any, timeout: float, payloads: Any) -> None:
         note(timeout)
@@ -233,7 +235,7 @@ def counted() -> Iterator[dict[str, Any]]:
         return post(server, payload)
 
     with (
-        mock.patch.object(composition, "call", noting_call),
+        mock.patch.object(Crew, "call", noting_call),
         mock.patch.object(Worker, "begin", noting_begin),
         mock.patch.object(Worker, "__init__", count("workers", Worker.__init__)),
         mock.patch.object(client, "_post", noting_post),
