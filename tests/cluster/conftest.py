@@ -48,7 +48,7 @@ async def start(ray_session: Any, tmp_path: Path, notices: list[str]) -> AsyncIt
     async def begin(
         count: int, role: str = "trainer", *, together: bool = True, make: bool = True, **limits: Any
     ) -> WorkerGroup:
-        settings = SupervisionSettings(**{"heartbeat": 0.5, "timeout": 3.0, "wait": 60.0, **limits})
+        settings = SupervisionSettings(**{"heartbeat": 0.5, "timeout": 15.0, "wait": 60.0, **limits})
         placement = await place([Ask(role, count, "cpu", together=together)], wait=60)
         supervisor = Supervisor(settings, notices.append)
         placed = placement.roles[role]

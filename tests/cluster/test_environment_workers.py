@@ -58,7 +58,7 @@ async def host(ray_session: Any, tmp_path: Path, notices: list[str]) -> AsyncIte
     started: list[tuple[Hosted, Placed]] = []
 
     async def begin(workers: int = 1, *, restarts: int = 3, limit: float = LIMIT, **made: Any) -> Hosted:
-        settings = SupervisionSettings(heartbeat=0.5, timeout=3.0, wait=60.0, restarts=restarts)
+        settings = SupervisionSettings(heartbeat=0.5, timeout=10.0, wait=60.0, restarts=restarts)
         placement = await place([Ask("environment", workers, "cpu", together=False)], wait=60)
         supervisor, placed = Supervisor(settings, notices.append), placement.roles["environment"]
         group = await WorkerGroup.start(placed, supervisor, run=tmp_path.name, logs=tmp_path / "logs", threads=0)

@@ -75,15 +75,17 @@ def test_annotations_are_evaluated_as_usual(run: Run) -> None:
 
 def test_threads_processes_and_exit_handlers_do_their_work(run: Run) -> None:
     source = """
-import atexit, multiprocessing, subprocess, sys, threading, time
+import atexit, multiprocessing, subprocess, sys, threading
 def work(n): return n * n
 atexit.register(lambda: print("at exit"))
+done = threading.Event()
 def late():
-    time.sleep(0.1)
+    done.wait()
     print("thread")
 threading.Thread(target=late).start()
 with multiprocessing.Pool(2) as workers: print(workers.map(work, [1, 2, 3]))
 print(subprocess.run([sys.executable, "-c", "print(7)"], capture_output=True, text=True).stdout.strip(), flush=True)
+done.set()
 """
     assert run(source).stdout == "[1, 4, 9]\n7\nthread\nat exit\n"
 
