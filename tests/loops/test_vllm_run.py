@@ -10,6 +10,8 @@ import pytest
 from tiny_runs import put, recipe
 
 from strop.config.loading import load_config
+from strop.loops.evaluate import evaluate_model
+from strop.loops.rollout import rollout
 from strop.loops.train import train
 
 pytest.importorskip("vllm")
@@ -55,6 +57,22 @@ def test_a_run_learns_with_vllm_and_its_logprobs_are_the_trainers(workplace: Pat
         assert step["staleness/max"] == 0
     accuracy = [step["accuracy"] for step in steps]
     assert sum(accuracy[-3:]) / 3 > sum(accuracy[:3]) / 3 + 0.3
+
+
+def test_a_model_is_evaluated_and_sampled_into_a_file_with_vllm(workplace: Path) -> None:
+    held_out = {"path": "strop.data.arithmetic:problems", "arguments": {"count": 9, "digits": 1, "split": "eval"}}
+    data = small_digits(**{"data.eval": held_out})
+    found = {}
+    for kind in ("local", "vllm"):
+        put(data, "rollout.engine.kind", kind)
+        config = load_config(None, data=data)
+        rollout(config, f"{kind}.jsonl", prompts=3)
+        lines = [json.loads(line) for line in Path(f"{kind}.jsonl").read_text().splitlines()]
+        found[kind] = evaluate_model(config).metrics(), [line["prompt"] for line in lines]
+        assert len(lines) == 3 * 8
+        assert all(len(line["logprobs"]) == len(line["completion_ids"]) for line in lines)
+    # The likeliest completions are those of the model, whoever samples them.
+    assert found["vllm"] == found["local"]
 
 
 def test_a_run_on_ray_whose_engine_is_vllm(workplace: Path) -> None:

@@ -83,10 +83,12 @@ class VllmEngine:
         self._thread = ThreadPoolExecutor(1, "vllm")
         try:
             self._core = self._thread.submit(core).result()
+            # As with `local`, what the module holds is served before anything is published.
+            self._thread.submit(self._push).result()
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
-        self._version = _NO_VERSION
+        self._version = 0
         self._asleep = False
         self._number = 0
         self._entering: list[str] = []
@@ -218,7 +220,7 @@ class VllmEngine:
                         continue
                     await self._wake()
                     if self._version == _NO_VERSION:
-                        raise RunFailure("vLLM has no weights yet, or parts of two versions")
+                        raise RunFailure("the weights in vLLM are parts of two versions")
                     entering, self._entering = self._entering, []
                     given_up = [name for name, one in self._requests.items() if one.future.done()]
                     started = time.perf_counter()
