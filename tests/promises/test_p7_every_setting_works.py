@@ -1321,6 +1321,8 @@ def walked() -> list[str]:
         "alarms.second_opinion.verifiers[",
         # Whole runs on Ray take too long for each key: `tests/cluster/test_every_cluster_key.py` walks these.
         "cluster.",
+        # These need a server that samples: `tests/loops/test_every_server_key.py`.
+        "rollout.engine.server.",
     )
     return [leaf.path for leaf in leaves() if not leaf.path.startswith(elsewhere) or leaf.path in TABLE]
 

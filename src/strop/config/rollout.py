@@ -9,16 +9,40 @@ from pydantic import Field, field_validator
 from strop.config.base import Auto, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
 
+class ServerSettings(StrictModel):
+    """Servers that sample, started by others for this run alone."""
+
+    urls: Annotated[list[str], Field(min_length=1)]
+    """Addresses, such as `http://gpu2:30000`; all completions of a prompt go to one of them."""
+    model: str = ""
+    """Of `openai`: the name that the servers know the model by. Not needed where they have only one."""
+    api_key_env: str | None = None
+    """The environment variable that holds the key; none when not set."""
+    timeout: PositiveFloat = 600.0
+    """Seconds for one completion."""
+    retries: NonNegativeInt = 3
+    """Further tries after a failure that may pass."""
+    concurrency: PositiveInt = 256
+    """Requests to each server at a time."""
+    folder: str | None = None
+    """Where each version of the weights is written, which the servers have to see under the same name. It is `weights`
+    in the run's folder when not set."""
+
+
 class EngineSettings(StrictModel):
     """The sampler engine."""
 
-    kind: Literal["local", "vllm"] = "local"
+    kind: Literal["local", "vllm", "sglang", "openai"] = "local"
     """`local` samples with the trainer's own weights; `vllm` with [vLLM](https://docs.vllm.ai), which has a copy of
-    them, in the same process."""
+    them, in the same process; `sglang` and `openai` with servers, of SGLang or of an OpenAI-compatible kind that gives
+    token ids and takes weights, such as vLLM's."""
+    server: ServerSettings | None = None
+    """Of `sglang` and `openai`: where the servers are."""
     max_sequences: PositiveInt | Auto = "auto"
-    """Sequences decoded together; others wait for a free place. `auto` is 256, or fewer if the memory is small."""
+    """Of `local` and `vllm`: sequences decoded together; others wait for a free place. `auto` is 256, or fewer if the
+    memory is small."""
     prefill_tokens: PositiveInt = 4096
-    """Prompt tokens processed in one forward pass."""
+    """Of `local` and `vllm`: prompt tokens processed in one forward pass."""
     pack_weights: bool | Auto = "auto"
     """Of `local`: hold a second copy of the weights laid out for small matrix products. `auto` does so for float32 on a
     CPU, when the model is large enough to gain from it."""

@@ -10,8 +10,15 @@ from strop.config.rollout import EngineSettings
 from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.spread import colocated
 
-OF_KINDS = {"local": ("pack_weights",), "vllm": ("memory", "eager", "prefix_caching")}
-"""Keys that one kind of engine alone knows."""
+KNOWN = {
+    "local": ("max_sequences", "prefill_tokens", "pack_weights"),
+    "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "prefix_caching"),
+    "sglang": ("server",),
+    "openai": ("server",),
+}
+"""Keys that each kind of engine knows."""
+SERVED = ("sglang", "openai")
+"""Kinds that are servers."""
 
 BESIDE_THE_TRAINER, ALONE = 0.3, 0.85
 """Shares of a GPU's memory that vLLM gets."""
@@ -20,12 +27,35 @@ BESIDE_THE_TRAINER, ALONE = 0.3, 0.85
 def idle_in_engine(config: Config) -> Iterator[UserError]:
     """Settings of another kind of engine than the chosen one."""
     engine = config.rollout.engine
-    for kind, names in OF_KINDS.items():
-        for name in names:
-            if kind != engine.kind and getattr(engine, name) != EngineSettings.model_fields[name].default:
-                key = f"rollout.engine.{name}"
-                what = f"`{key}` has no effect on the engine {engine.kind}"
-                yield UserError(what, where=key, mend=f"remove the line, or set rollout.engine.kind to {kind}")
+    for name, field in EngineSettings.model_fields.items():
+        if name != "kind" and name not in KNOWN[engine.kind] and getattr(engine, name) != field.default:
+            key, others = f"rollout.engine.{name}", [kind for kind, names in KNOWN.items() if name in names]
+            what = f"`{key}` has no effect on the engine {engine.kind}"
+            mend = f"remove the line, or set rollout.engine.kind to {' or '.join(others)}"
+            yield UserError(what, where=key, mend=mend)
+    if engine.kind == "sglang" and engine.server is not None and engine.server.model:
+        key = "rollout.engine.server.model"
+        yield UserError(f"`{key}` has no effect on the engine sglang", where=key, mend="remove the line")
+    if engine.kind in SERVED and engine.server is None:
+        yield UserError(
+            f"the engine {engine.kind} is a server, and there is no `server` that says where",
+            where="rollout.engine",
+            mend="add server: {urls: [http://HOST:PORT]}",
+        )
+
+
+def served(config: Config) -> bool:
+    """Whether servers sample for this recipe."""
+    return config.supervised is None and config.rollout.engine.kind in SERVED
+
+
+def refuse_servers(config: Config, command: str) -> None:
+    """Raises ConfigError for a command that samples with a model of this process, where servers have weights of their
+    own."""
+    if served(config):
+        what = f"strop {command} samples with a model in its own process, and rollout.engine.kind is a server"
+        mend = "add rollout.engine.kind=local rollout.engine.server=null to the command"
+        raise ConfigError([UserError(what, where="rollout.engine.kind", mend=mend)])
 
 
 def check_engine(config: Config, device: str) -> None:
@@ -35,6 +65,8 @@ def check_engine(config: Config, device: str) -> None:
         device: the kind that was chosen, "cpu", "cuda" or "mps".
     """
     engine = config.rollout.engine
+    if served(config) and importlib.util.find_spec("aiohttp") is None:
+        raise MissingExtra("aiohttp", extra="servers", needed_for=f"`rollout.engine.kind: {engine.kind}`")
     if engine.kind != "vllm" or config.supervised is not None:
         return
     if importlib.util.find_spec("vllm") is None:

@@ -15,6 +15,7 @@ from strop.config.model import ModelSettings
 from strop.config.training import CriticSettings
 from strop.data.prompts import Prompt, PromptDataset
 from strop.errors import UserError
+from strop.loops.engine_choices import refuse_servers
 from strop.loops.event_loop import run_to_end
 from strop.rewards.composition import check_errors
 from strop.rewards.protocol import Scorer
@@ -129,6 +130,8 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
         UserError: the recipe has no held-out prompts, or something in it cannot work.
     """
     from strop.loops.prepare import held_out_rewards, prepare
+
+    refuse_servers(config, "eval")
 
     if config.data.eval is None:
         raise UserError("the recipe has no held-out prompts", where="data.eval", mend="add a dataset there")

@@ -9,9 +9,10 @@ from typing import Any, Protocol, TypeVar
 from strop.config.training import OptimizerSettings
 from strop.loops import assembly
 from strop.loops.critic import Critic, SharedCritic, make_critic
+from strop.loops.engine_choices import served
 from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
-from strop.publishing.shared import SharedPublisher
+from strop.loops.served_engines import as_one, check_served, make_served, make_served_publisher
 from strop.rollout.engine import Engine
 from strop.rollout.world import World
 
@@ -63,18 +64,18 @@ class Place(Protocol):
 class Here:
     """This process: trainer and engine share one module, and a debugger works."""
 
-    reasons: tuple[str, ...] = ()
-
     def __init__(self, prepared: Prepared | PreparedExamples, roles: assembly.Roles) -> None:
         self._prepared: Any = prepared
         self.roles = roles
+        self.reasons: tuple[str, ...] = ()
+        self._run = Path()
         self.world: World | None = getattr(prepared, "world", None)
 
     async def aside(self, work: Callable[[], T]) -> T:
         return work()
 
     def settle_in(self, run: Path) -> None:
-        pass
+        self._run = run
 
     def make_trainer(self, optimizer: OptimizerSettings, *, total_updates: int, reinforcement: bool) -> Any:
         return assembly.make_trainer(
@@ -88,9 +89,13 @@ class Here:
         return make_critic(self._prepared, self.roles, trainer)
 
     def make_engine(self) -> Engine:
+        if served(self._prepared.config):
+            return as_one(make_served(self._prepared.config, self.roles))
         return assembly.make_engine(self._prepared, self.roles)
 
-    def make_publisher(self, engine: Engine) -> SharedPublisher:
+    def make_publisher(self, engine: Engine) -> Publishes:
+        if served(self._prepared.config):
+            return make_served_publisher(self._prepared.config, self.roles, engine, lambda: self._run, self.aside)
         return assembly.make_publisher(self.roles, engine)
 
     def save_reference(self, run: Path) -> None:
@@ -109,11 +114,20 @@ async def find_place(prepared: Prepared | PreparedExamples, *, scalar: bool = Fa
     Raises:
         UserError: there is no room for what is asked. MissingExtra: Ray is not installed.
     """
+    found: Here | Processes
     if prepared.config.cluster.kind == "local":
-        return Here(prepared, assembly.load_roles(prepared, scalar=scalar))
-    from strop.loops.processes import Processes
+        found = Here(prepared, assembly.load_roles(prepared, scalar=scalar))
+    else:
+        from strop.loops.processes import Processes
 
-    return await Processes.start(prepared, scalar=scalar)
+        found = await Processes.start(prepared, scalar=scalar)
+    if served(prepared.config):
+        try:
+            found.reasons = (*found.reasons, *await check_served(prepared.config, found.roles))
+        except BaseException:
+            await found.close()
+            raise
+    return found
 
 
 __all__ = ["Here", "Place", "find_place"]

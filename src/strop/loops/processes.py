@@ -26,15 +26,18 @@ from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
 from strop.loops import assembly
 from strop.loops.critic import Critic, SharedCritic
+from strop.loops.engine_choices import served
 from strop.loops.environment_workers import check_workers, choose_workers, environments_in
 from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.rank_host import Facts, Task
 from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
+from strop.loops.served_engines import as_one, make_served, make_served_publisher
 from strop.loops.spread import colocated, device_of
 from strop.models.load import Loaded
 from strop.publishing.manifest import Fault, Manifest
 from strop.publishing.publisher import Publisher
+from strop.publishing.served import ServedPublisher
 from strop.publishing.sides import Delivered
 from strop.publishing.transports.protocol import Offer
 from strop.rollout.engine import Engine
@@ -100,7 +103,7 @@ class Processes:
         """
         config = prepared.config
         settings = config.cluster
-        sampled = config.supervised is None
+        sampled = config.supervised is None and not served(config)
         check_ranks(config)
         together = sampled and colocated(settings)
         engines = settings.engines.count if sampled and not together else 0
@@ -169,12 +172,16 @@ class Processes:
         return RemoteCritic(self._ask, algorithm)
 
     def make_engine(self) -> Engine:
+        if served(self._prepared.config):
+            return as_one(make_served(self._prepared.config, self.roles))
         if self.engines is None:
             return RemoteEngine(self.trainers.workers[0], "engine")
         each = [RemoteEngine(worker, "engine") for worker in self.engines.workers]
         return EngineRouter(each, restart=self._restart, reload=self._reload)
 
-    def make_publisher(self, engine: Engine) -> RemotePublisher:
+    def make_publisher(self, engine: Engine) -> RemotePublisher | ServedPublisher:
+        if served(self._prepared.config):
+            return make_served_publisher(self._prepared.config, self.roles, engine, lambda: self._run, self.aside)
         self._publisher = RemotePublisher(self)
         return self._publisher
 

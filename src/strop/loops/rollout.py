@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from strop.config import Config
 from strop.config.model import ModelSettings
 from strop.errors import UserError
+from strop.loops.engine_choices import refuse_servers
 from strop.loops.event_loop import run_to_end
 from strop.loops.prepare import longest_prompt, prompt_dataset
 from strop.paths import user_path
@@ -87,6 +88,7 @@ def rollout(
         UserError: something cannot work; nothing was written.
         RunFailure: something failed on the way; the same call goes on from there.
     """
+    refuse_servers(config, "rollout")
     target = user_path(out)
     check_target(target, force=force)
     version = 0

@@ -60,14 +60,23 @@ def idle_in_cluster(config: Config) -> Iterator[UserError]:
             if getattr(settings.environments, key) != field.default:
                 yield _idle(f"cluster.environments.{key}", "without `environment`")
     if config.supervised is not None:
-        for name in ("engines", "environments", "publishing"):
-            given = getattr(settings, name)
-            for key, field in type(given).model_fields.items():
-                if getattr(given, key) != field.default:
-                    yield _idle(f"cluster.{name}.{key}", "with `supervised`: nothing is sampled")
+        yield from _idle_sections(
+            settings, ("engines", "environments", "publishing"), "with `supervised`: nothing is sampled"
+        )
+    elif config.rollout.engine.server is not None:
+        why = "with servers, which others have started and which load weights themselves"
+        yield from _idle_sections(settings, ("engines", "publishing"), why)
     elif settings.publishing.bucket_mb != PublishingSettings().bucket_mb and colocated(settings):
         why = "with a colocated engine, to which nothing is moved"
         yield _idle("cluster.publishing.bucket_mb", why, "set cluster.engines.placement to separate")
+
+
+def _idle_sections(settings: ClusterSettings, names: tuple[str, ...], why: str) -> Iterator[UserError]:
+    for name in names:
+        given = getattr(settings, name)
+        for key, field in type(given).model_fields.items():
+            if getattr(given, key) != field.default:
+                yield _idle(f"cluster.{name}.{key}", why)
 
 
 def _idle(key: str, why: str, mend: str = "") -> UserError:

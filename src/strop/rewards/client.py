@@ -33,7 +33,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 """Seconds before the first repeat, doubled before each further one; a server's `Retry-After` holds instead."""
 LONGEST_WAIT = 300.0
 """Seconds that a `Retry-After` is obeyed for, at most."""
-_AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529}
+AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 520, 521, 522, 523, 524, 529}
 """Statuses after which the same request may well succeed."""
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
 
@@ -106,10 +106,15 @@ class Client:
         raise AssertionError("a server is asked at least once")
 
     def _pause(self, attempt: int, wait: float | None) -> float:
-        if wait is not None:
-            return min(wait, LONGEST_WAIT)
-        # Clients that failed together must not come back together.
-        return min(FIRST_PAUSE * 2.0**attempt, LONGEST_PAUSE) * self._random.uniform(0.75, 1.25)
+        return pause(attempt, wait, self._random)
+
+
+def pause(attempt: int, wait: float | None, draw: random.Random) -> float:
+    """Seconds before the next try. attempt: tries before this one. wait: what the server asked for, if it did."""
+    if wait is not None:
+        return min(wait, LONGEST_WAIT)
+    # Clients that failed together must not come back together.
+    return min(FIRST_PAUSE * 2.0**attempt, LONGEST_PAUSE) * draw.uniform(0.75, 1.25)
 
 
 def server_of(url: str, key_env: str | None, *, timeout: float, retries: int, where: str, key: str) -> Server:
@@ -185,7 +190,7 @@ def _post(server: Server, payload: bytes) -> Any:
         raise Unanswered(f"it answered with a redirect to {target!r}, which is not followed", again=False)
     if not 200 <= status < 300:
         text = body[:2000].decode(errors="replace").strip()
-        raise Unanswered(f"HTTP {status}: {text}", again=status in _AGAIN, wait=retry_after(headers.get("Retry-After")))
+        raise Unanswered(f"HTTP {status}: {text}", again=status in AGAIN, wait=retry_after(headers.get("Retry-After")))
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
