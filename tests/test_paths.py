@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.paths import user_path
+from strop.paths import user_path, user_text
 
 
 def test_home_is_found_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -16,6 +16,8 @@ def test_home_is_found_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert user_path("~/runs") == tmp_path / "runs"
     assert user_path(f"~{os.environ.get('USER', 'root')}/runs").is_absolute()
     assert user_path("a/~/b") == Path("a/~/b")
+    # Where a program is looked for, `./python` is another than `python`.
+    assert user_text("./python") == "./python"
 
 
 @pytest.mark.parametrize("name", ["~.yaml", "~nobody-of-that-name/x", "./~0"])

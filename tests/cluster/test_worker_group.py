@@ -135,3 +135,15 @@ async def test_what_workers_print_is_in_their_own_files(start: Start, tmp_path: 
     assert {n.split(" | ")[0] for n in notices} == {"trainer 0", "trainer 1"}
     assert any("trainer 1 | WARNING toy: a logged warning" in n for n in notices)
     assert not any("plain words" in n for n in notices)
+
+
+async def test_a_call_beside_others_holds_none_of_them_up(start: Start) -> None:
+    group = await start(2)
+    beside = asyncio.ensure_future(group.call("sleep_beside", 600.0, beside=True))
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        assert await group.call("add", 1) == (0, 2, 11)
+    assert not beside.done()
+    beside.cancel()
+    await asyncio.gather(beside, return_exceptions=True)
+    assert await group.call("sleep_beside", 0.0, beside=True) == "slept beside"

@@ -54,6 +54,12 @@ class Toy:
     async def thread_of_coroutines(self) -> str:
         return self.thread()
 
+    async def sleep_beside(self, seconds: float) -> str:
+        import asyncio
+
+        await asyncio.sleep(seconds)
+        return "slept beside"
+
     def sleep(self, seconds: float) -> str:
         time.sleep(seconds)
         return "slept"

@@ -24,7 +24,7 @@ from strop.rollout.engines.local import LocalEngine
 
 class SamplingServer:
     """faults: of "no ids", "no logprobs", "raw logprobs", "no scores", "fails once", "always fails", "does not load",
-    "loads nothing", "no weights". asked: (path, body) of all requests."""
+    "loads nothing", "no weights", "odd replies". asked: (path, body) of all requests."""
 
     def __init__(self, model: Any, tokenizer: Any, *, context: int = 64) -> None:
         self.model = copy.deepcopy(model)
@@ -33,6 +33,7 @@ class SamplingServer:
         self.asked: list[tuple[str, Any]] = []
         self.headers: list[Any] = []
         self.slow = 0.0
+        self.again = "0"
         self._version = 0
         self._failed = False
 
@@ -62,7 +63,10 @@ class SamplingServer:
         self.headers.append(request.headers)
         if "always fails" in self.faults or ("fails once" in self.faults and not self._failed):
             self._failed = True
-            return web.json_response({"error": "busy"}, status=503, headers={"Retry-After": "0"})
+            return web.json_response({"error": "busy"}, status=503, headers={"Retry-After": self.again})
+        if "odd replies" in self.faults and request.path in ("/generate", "/v1/completions"):
+            odd = {"choices": [{"token_ids": [1], "logprobs": [3]}], "meta_info": {"output_token_logprobs": [7]}}
+            return web.json_response(odd)
         if "no weights" in self.faults and request.path in ("/collective_rpc", "/update_weights_from_disk"):
             return web.json_response({"detail": "Not Found"}, status=404)
         return await handler(request)  # type: ignore[no-any-return]

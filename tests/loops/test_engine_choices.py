@@ -28,6 +28,9 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         def __init__(self, config: Any, architecture: str, settings: VllmSettings) -> None:
             found.update(config=config, architecture=architecture, settings=settings)
 
+        def push(self, weights: Any) -> None:
+            found.update(pushed=set(weights))
+
     monkeypatch.setattr(assembly, "VllmCore", Core)
     monkeypatch.setattr("strop.loops.prepare.check_engine", lambda *_: None)
 
@@ -43,6 +46,7 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_vllm_is_told_what_the_recipe_says(told: Any) -> None:
     usual = told()
     assert usual["architecture"] == "LlamaForCausalLM"
+    assert "model.embed_tokens.weight" in usual["pushed"]
     settings: VllmSettings = usual["settings"]
     assert settings.context == usual["config"].max_position_embeddings
     assert (settings.dtype, settings.eager, settings.prefix_caching, settings.sleeps) == (

@@ -47,13 +47,20 @@ async def engine(
 
 
 def engine_of(
-    address: str, kind: str, tokenizer: Any, server: SamplingServer, *, retries: int = 2, timeout: float = 60.0
+    address: str,
+    kind: str,
+    tokenizer: Any,
+    server: SamplingServer,
+    *,
+    retries: int = 2,
+    timeout: float = 60.0,
+    concurrency: int = 8,
 ) -> ServedEngine:
     return ServedEngine(
         Server(address, timeout, retries, "hidden-key"),
         Sglang() if kind == "sglang" else OpenAI(),
         tokenizer,
-        concurrency=8,
+        concurrency=concurrency,
         eos_ids=(EOS,),
         seed=5,
         context=CONTEXT,
@@ -155,6 +162,8 @@ async def test_one_that_stays_is_told_without_the_key(engine: ServedEngine, serv
         ("openai", "no scores", "does not score prompts"),
         ("sglang", "no scores", "no input_token_logprobs"),
         ("openai", "always fails", "HTTP 503"),
+        ("openai", "odd replies", "its reply has another form"),
+        ("sglang", "odd replies", "its reply has another form"),
     ],
 )
 async def test_one_that_cannot_sample_for_a_run_is_refused(
@@ -276,6 +285,42 @@ async def test_abort_gives_what_there_is(engine: ServedEngine, server: SamplingS
     server.slow = 0.0
     (after,) = await sample(engine, [request(new=5)])
     assert len(after.tokens) == 5 or after.finish == "stop"
+
+
+async def test_time_begins_when_a_request_has_a_place_and_commands_need_none(
+    address: str, server: SamplingServer, character_tokenizer: Any
+) -> None:
+    server.slow = 0.4
+    engine = engine_of(address, "sglang", character_tokenizer, server, retries=0, timeout=1.5, concurrency=1)
+    try:
+        found = await sample(engine, [request(sample=at, new=2) for at in range(6)])
+        assert all(one.tokens for one in found)
+        running = [asyncio.ensure_future(engine.generate(request(sample=at, new=2))) for at in range(6)]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            await engine.abort()
+        ended = [(await task).finish for task in running]
+        assert ended.count("aborted") >= 5
+    finally:
+        await engine.close()
+
+
+async def test_a_request_that_is_tried_again_waits_at_the_gate(
+    engine: ServedEngine, server: SamplingServer, character_tokenizer: Any, tmp_path: Path
+) -> None:
+    await engine.check()
+    publisher = publisher_of(engine, character_tokenizer, tmp_path)
+    server.again = "2"
+    server.faults.add("fails once")
+    waiting = asyncio.ensure_future(engine.generate(request()))
+    async with asyncio.timeout(60):
+        while not server._failed:
+            await asyncio.sleep(0.001)
+    new = changed(server)
+    await publisher.publish(Trainer(new), version=4)
+    found = (await waiting).plain()
+    assert set(found.versions) == {4}
+    assert np.abs(np.asarray(found.logprobs) - logprobs_of(new, request(), found)).max() < 1e-4
 
 
 async def test_nothing_is_asked_while_it_is_paused(engine: ServedEngine, server: SamplingServer) -> None:

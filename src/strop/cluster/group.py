@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,19 +89,23 @@ class WorkerGroup:
         async with self._turn:
             await self._together(lambda worker: worker._answer("make", None, payload), "make", None)
 
-    async def call(self, method: str, /, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    async def call(
+        self, method: str, /, *args: Any, timeout: float | None = None, beside: bool = False, **kwargs: Any
+    ) -> Any:
         """Call a method of the object of every rank, with the same arguments; returns the result of rank 0.
 
         Arrays and tensors among the arguments are put into the object store once and must not be written to.
 
         Args:
-            timeout: seconds; `supervision.wait` when not given.
+            timeout: seconds; `supervision.wait` when not given. beside: at the same time as other calls, and not after
+                them; only for a coroutine of the object in which no rank waits for another.
 
         Raises:
             WorkerLost, StropError: of the rank that failed first. The others, which may wait for it in a collective,
                 are ended, and no later call is possible.
         """
-        async with self._turn:
+        # Two calls whose collectives meet in another order on each rank would wait for each other for ever.
+        async with contextlib.nullcontext() if beside else self._turn:
             # The reference must live until all have read it.
             payload = self._first.ship(pack((args, kwargs)))
             answers = await self._together(

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from strop.cluster.supervision import WorkerLost
 from strop.config import Config
 from strop.loops.event_loop import when_asked_to_leave
 from strop.loops.folder import OpenedFolder, close_after, open_folder
@@ -136,9 +137,11 @@ class BaseRun(ABC):
             if unwritten is not None:
                 run.display.message(str(unwritten), "warning")
             await run.close(error)
-            if unwritten is not None and isinstance(error, Exception):
-                # With many ranks it is why the others were ended, which would look like the loss of a process.
+            if unwritten is not None and isinstance(error, WorkerLost):
+                # It is why the other ranks were ended, which looks like the loss of a process.
                 raise unwritten from unwritten.__cause__
+            if unwritten is not None:
+                error.add_note(str(unwritten))
             raise
         else:
             unwritten = await run._last_write()

@@ -72,6 +72,14 @@ def check_engine(config: Config, device: str) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtra("vllm", extra="vllm", needed_for="`rollout.engine.kind: vllm`")
     problems = []
+    if device == "cpu" and _has_cuda():
+        problems.append(
+            UserError(
+                "vLLM samples on the GPU of this machine, and the trainer was told to compute on the CPU",
+                where="hardware.device",
+                mend="set it to cuda, or rollout.engine.kind to local",
+            )
+        )
     if device == "mps":
         problems.append(
             UserError("vLLM does not sample on mps", where="rollout.engine.kind", mend="set it to local, or use a CPU")
@@ -81,6 +89,12 @@ def check_engine(config: Config, device: str) -> None:
         problems.append(UserError(f"`{where}` has no effect without a GPU", where=where, mend="remove the line"))
     if problems:
         raise ConfigError(problems)
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def engine_memory(config: Config) -> float:

@@ -32,15 +32,17 @@ class Asked:
     def __init__(self, group: WorkerGroup, loop: asyncio.AbstractEventLoop) -> None:
         self._group, self._loop = group, loop
 
-    def __call__(self, method: str, *args: Any) -> Any:
-        """What rank 0 answers; all are asked."""
+    def __call__(self, method: str, *args: Any, beside: bool = False) -> Any:
+        """What rank 0 answers; all are asked. beside: see `WorkerGroup.call`."""
         try:
             inside = asyncio.get_running_loop() is self._loop
         except RuntimeError:
             inside = False
         if inside:
             raise RuntimeError(f"{method} was asked for in the event loop that has to wait for it; use `place.aside`")
-        future: Future[Any] = asyncio.run_coroutine_threadsafe(self._group.call(method, *args), self._loop)
+        future: Future[Any] = asyncio.run_coroutine_threadsafe(
+            self._group.call(method, *args, beside=beside), self._loop
+        )
         return future.result()
 
 
@@ -82,8 +84,8 @@ class RemoteTrainer:
         thread than the loop's, and the ranks answer while they do other work."""
         self._ask("hold")
         return Held(
-            lambda folder: self._ask("write_held", "model", folder.absolute()),
-            lambda directory: dict(self._ask("write_held", "state", directory.absolute())),
+            lambda folder: self._ask("write_held", "model", folder.absolute(), beside=True),
+            lambda directory: dict(self._ask("write_held", "state", directory.absolute(), beside=True)),
         )
 
     def held_bytes(self) -> tuple[int, int]:
@@ -133,7 +135,7 @@ class RemoteCritic(Critic):
 
         def save(directory: Path) -> dict[str, Any]:
             directory.mkdir(exist_ok=True)
-            return dict(self._ask("write_held", "critic", directory.absolute()))
+            return dict(self._ask("write_held", "critic", directory.absolute(), beside=True))
 
         return save
 

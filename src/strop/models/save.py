@@ -65,12 +65,15 @@ def hold_model(
     }
     empty = _empty(type(base), base.config, weights)
     generation = copy.deepcopy(getattr(base, "generation_config", None))
-    with tempfile.TemporaryDirectory() as name:
-        small = Path(name)
-        save_tokenizer(tokenizer, small)
-        if base is not model:
-            _write_adapter(model, small)
-        files = {path.relative_to(small): path.read_bytes() for path in small.rglob("*") if path.is_file()}
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            small = Path(name)
+            save_tokenizer(tokenizer, small)
+            if base is not model:
+                _write_adapter(model, small)
+            files = {path.relative_to(small): path.read_bytes() for path in small.rglob("*") if path.is_file()}
+    except (OSError, SafetensorError) as error:
+        raise _not_written(error, Path(tempfile.gettempdir())) from error
 
     def write(folder: Path) -> None:
         try:

@@ -64,8 +64,8 @@ class Crew:
             Whatever the function raised, `SystemExit` included.
         """
         running = _Call(function, asyncio.get_running_loop(), f"strop-{name}")
-        self._add(running)
         try:
+            self._add(running)
             # The call itself is asked first, not the clock: a loop that was busy elsewhere sees both at once.
             while not running.done and (left := running.left(timeout)) != 0:
                 await asyncio.wait([running.finished], timeout=left)
@@ -102,7 +102,12 @@ class Crew:
         try:
             thread = _idle.pop()
         except IndexError:
-            thread = _Thread()
+            try:
+                thread = _Thread()
+            except BaseException:  # the system has no more of them
+                with self._lock:
+                    self._working -= 1
+                raise
         thread.work_for(self)
 
     def _take(self) -> _Call[Any] | None:

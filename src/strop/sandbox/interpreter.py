@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import UserError
-from strop.paths import user_path
+from strop.paths import user_text
 
 INSIDE = Path(__file__).parent / "inside"
 OLDEST = (3, 11)
@@ -51,7 +51,7 @@ def find_interpreter(python: str | None) -> Interpreter:
     Raises:
         UserError: there is none, or it is too old.
     """
-    path = sys.executable if python is None else shutil.which(user_path(python))
+    path = sys.executable if python is None else shutil.which(user_text(python))
     where, mend = "sandbox.python", "name a Python of version 3.11 or newer, such as /usr/bin/python3"
     if not path:
         raise UserError(f"there is no interpreter {python!r}", where=where, mend=mend)

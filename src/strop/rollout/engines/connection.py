@@ -15,50 +15,51 @@ from strop.rewards.failures import shorten
 
 
 class Connection:
-    """Requests to one server, whatever event loop they come from.
+    """Requests to one server, whatever event loop they come from; as many at a time as are asked for.
 
     Args:
-        server: its `url` is what paths are put behind. concurrency: requests at a time; others wait for a connection.
+        server: its `url` is what paths are put behind.
     """
 
-    def __init__(self, server: Server, *, concurrency: int) -> None:
+    def __init__(self, server: Server) -> None:
         self.server = server
-        self._concurrency = concurrency
         self._session: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Not Python's own generator, whose state belongs to the run.
         self._random = random.Random(os.urandom(8))
 
-    async def post(self, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
+    async def post(self, path: str, body: Any = None, *, timeout: float | None = None, once: bool = False) -> Any:
         """What the server answers to a POST, parsed; None where it answers with nothing.
 
         Args:
-            timeout: seconds of each try; the server's own when not given.
+            timeout: seconds of each try; the server's own when not given. once: whoever asks tries again.
 
         Raises:
             Unanswered: the last try's.
         """
-        return await self._tried("POST", path, body, timeout)
+        return await self._tried("POST", path, body, timeout, 0 if once else self.server.retries)
 
     async def get(self, path: str) -> Any:
         """What the server answers to a GET; see `post`."""
-        return await self._tried("GET", path, None, None)
+        return await self._tried("GET", path, None, None, self.server.retries)
 
     async def close(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
-    async def _tried(self, method: str, path: str, body: Any, timeout: float | None) -> Any:
-        for attempt in range(self.server.retries + 1):
+    async def wait(self, attempt: int, error: Unanswered) -> None:
+        """Wait for as long as is right before the next try. attempt: tries before the one that failed."""
+        await asyncio.sleep(pause(attempt, error.wait, self._random))
+
+    async def _tried(self, method: str, path: str, body: Any, timeout: float | None, retries: int) -> Any:
+        for attempt in range(retries + 1):
             try:
                 return await self._once(method, path, body, timeout or self.server.timeout)
             except Unanswered as error:
-                if attempt == self.server.retries or not error.again:
-                    tries = f" ({attempt + 1} tries)" if attempt else ""
-                    text = f"{shorten(self.server.hidden(str(error)), 300)}{tries}"
-                    raise Unanswered(text, again=False, timed_out=error.timed_out) from None
-                await asyncio.sleep(pause(attempt, error.wait, self._random))
+                if attempt == retries or not error.again:
+                    raise told(error, attempt, self.server) from None
+                await self.wait(attempt, error)
         raise AssertionError("a server is asked at least once")
 
     async def _once(self, method: str, path: str, body: Any, timeout: float) -> Any:
@@ -97,9 +98,16 @@ class Connection:
             await self.close()
             key = self.server.key
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._concurrency, keepalive_timeout=30),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30),
                 headers={"User-Agent": "strop", **({"Authorization": f"Bearer {key}"} if key else {})},
                 trust_env=True,
             )
             self._loop = loop
         return self._session
+
+
+def told(error: Unanswered, attempt: int, server: Server) -> Unanswered:
+    """A failure as it is shown: short, without the key, with the number of tries. attempt: those before the last."""
+    tries = f" ({attempt + 1} tries)" if attempt else ""
+    text = f"{shorten(server.hidden(str(error)), 300)}{tries}"
+    return Unanswered(text, again=error.again, wait=error.wait, timed_out=error.timed_out)

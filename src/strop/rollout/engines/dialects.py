@@ -6,7 +6,8 @@ described in full in each request, because servers have defaults of their own, t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,7 +51,9 @@ class Dialect(Protocol):
 
     async def sample(
         self, server: Connection, tokens: Sequence[int], settings: SampleSettings, *, seed: int, ends: Collection[int]
-    ) -> Said: ...
+    ) -> Said:
+        """One completion, asked for once."""
+        ...
 
     async def score(self, server: Connection, tokens: Sequence[int]) -> np.ndarray:
         """float32 [L - 1]: at temperature 1, of all tokens but the first."""
@@ -107,12 +110,14 @@ class Sglang:
                 },
                 "return_logprob": True,
             },
+            once=True,
         )
-        about = _part(reply, "meta_info")
-        pairs = _part(about, "output_token_logprobs")
-        reason = about.get("finish_reason") or {}
-        kind = reason.get("type") if isinstance(reason, dict) else reason
-        return _said([pair[1] for pair in pairs], [pair[0] for pair in pairs], aborted=kind == "abort")
+        with _reading():
+            about = _part(reply, "meta_info")
+            pairs = _part(about, "output_token_logprobs")
+            reason = about.get("finish_reason") or {}
+            kind = reason.get("type") if isinstance(reason, dict) else reason
+            return _said([pair[1] for pair in pairs], [pair[0] for pair in pairs], aborted=kind == "abort")
 
     async def score(self, server: Connection, tokens: Sequence[int]) -> np.ndarray:
         reply = await server.post(
@@ -124,8 +129,9 @@ class Sglang:
                 "logprob_start_len": 0,
             },
         )
-        pairs = _part(_part(reply, "meta_info"), "input_token_logprobs")
-        return _scores([pair[0] for pair in pairs][-(len(tokens) - 1) :], tokens)
+        with _reading():
+            pairs = _part(_part(reply, "meta_info"), "input_token_logprobs")
+            return _scores([pair[0] for pair in pairs][-(len(tokens) - 1) :], tokens)
 
     async def cut(self, server: Connection) -> None:
         await server.post("/pause_generation", {"mode": "abort"})
@@ -155,7 +161,8 @@ class OpenAI:
             found = await server.get("/v1/models")
         except Unanswered as error:
             raise Unfit(f"it does not answer as an OpenAI-compatible server does: {error}") from None
-        names = [str(one.get("id")) for one in _part(found, "data")]
+        with _reading():
+            names = [str(one["id"]) for one in _part(found, "data")]
         if self.model and self.model not in names:
             raise Unfit(f"it has no model {self.model!r}; it has {', '.join(names)}", "set rollout.engine.server.model")
         if not self.model:
@@ -184,24 +191,26 @@ class OpenAI:
                 "include_stop_str_in_output": True,
                 "skip_special_tokens": False,
             },
+            once=True,
         )
-        choice = _first(reply)
-        if choice.get("token_ids") is None:
-            raise Unfit(
-                "it does not return the ids of what it sampled", "use a server with `return_token_ids`, such as vLLM's"
-            )
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        if logprobs is None:
-            raise Unfit("it does not return log-probabilities", "allow them where the server is started")
-        return _said(choice["token_ids"], logprobs, aborted=choice.get("finish_reason") == "abort")
+        with _reading():
+            choice = _first(reply)
+            if choice.get("token_ids") is None:
+                what = "it does not return the ids of what it sampled"
+                raise Unfit(what, "use a server with `return_token_ids`, such as vLLM's")
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+            if logprobs is None:
+                raise Unfit("it does not return log-probabilities", "allow them where the server is started")
+            return _said(choice["token_ids"], logprobs, aborted=choice.get("finish_reason") == "abort")
 
     async def score(self, server: Connection, tokens: Sequence[int]) -> np.ndarray:
         body = {**await self._asked(server, tokens), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         found = _first(await server.post("/v1/completions", body)).get("prompt_logprobs")
         if not found:
             raise Unfit("it does not score prompts (`prompt_logprobs`), so weights could not be proved to have arrived")
-        rows = zip(tokens[1:], found[1:], strict=True)
-        return _scores([row[str(token)]["logprob"] for token, row in rows], tokens)
+        with _reading():
+            rows = zip(tokens[1:], found[1:], strict=True)
+            return _scores([row[str(token)]["logprob"] for token, row in rows], tokens)
 
     async def cut(self, server: Connection) -> None:
         await self._for_training(server, "/pause?mode=abort")
@@ -210,7 +219,7 @@ class OpenAI:
     async def load(self, server: Connection, folder: Path) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._for_training(server, "/collective_rpc", call)
-        await self._for_training(server, "/reset_prefix_cache")
+        await self._for_training(server, "/reset_prefix_cache?reset_running_requests=true")
 
     async def sleep(self, server: Connection) -> None:
         await self._for_training(server, "/sleep?level=1")
@@ -235,6 +244,15 @@ class OpenAI:
                 f"it takes no new weights: it does not know {path.partition('?')[0]}",
                 "start vLLM's server with VLLM_SERVER_DEV_MODE=1",
             ) from None
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """What goes wrong with a reply of another form than it should have is the server's fault."""
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise Unanswered(f"its reply has another form: {type(error).__name__}: {error}", again=False) from None
 
 
 def _first(reply: Any) -> dict[str, Any]:

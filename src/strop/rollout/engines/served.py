@@ -19,7 +19,7 @@ import numpy as np
 from strop.errors import RunFailure, UserError
 from strop.rewards.client import Server, Unanswered
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, SampleSettings, WeightUpdate
-from strop.rollout.engines.connection import Connection
+from strop.rollout.engines.connection import Connection, told
 from strop.rollout.engines.dialects import Dialect, Unfit
 from strop.rollout.engines.stopping import ends_with_stop, stop_tail
 from strop.rollout.sampling import stream_key
@@ -55,7 +55,9 @@ class ServedEngine:
     ) -> None:
         self.server = server
         self._dialect = dialect
-        self._connection = Connection(server, concurrency=concurrency)
+        self._connection = Connection(server)
+        self._concurrency = concurrency
+        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
         self._seed = seed
@@ -63,7 +65,7 @@ class ServedEngine:
         self._vocabulary = vocabulary
         self._version = 0
         self._running = 0
-        self._ending = False
+        self._aborts = 0
         self._gate = asyncio.Event()
         self._gate.set()
         self._stats = EngineStats()
@@ -121,23 +123,38 @@ class ServedEngine:
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        attempt, aborts = 0, self._aborts
         while True:
             await self._gate.wait()
-            if self._ending:
+            if self._aborts != aborts:
                 return self._result(tokens, logprobs, versions, "aborted")
-            version, started = self._version, time.perf_counter()
+            started = time.perf_counter()
             # Draws go on elsewhere in the stream, or those of the first tokens would be drawn again.
             seed = int(stream_key(self._seed, (*request.stream, *([len(tokens)] if tokens else []))))
             left = replace(settings, max_new_tokens=settings.max_new_tokens - len(tokens))
-            self._running += 1
             try:
-                said = await self._dialect.sample(
-                    self._connection, [*request.tokens, *tokens], left, seed=seed, ends=self._eos
-                )
-            except (Unanswered, Unfit) as error:
+                # Its time begins when it has a place.
+                async with self._place():
+                    if not self._gate.is_set() or self._aborts != aborts:
+                        continue
+                    version = self._version
+                    self._running += 1
+                    try:
+                        said = await self._dialect.sample(
+                            self._connection, [*request.tokens, *tokens], left, seed=seed, ends=self._eos
+                        )
+                    finally:
+                        self._running -= 1
+            except Unanswered as error:
+                if attempt == self.server.retries or not error.again:
+                    raise self._failure("sampling", told(error, attempt, self.server)) from error
+                await self._connection.wait(attempt, error)
+                attempt += 1
+                # Through the gate again: other weights may be served by now.
+                continue
+            except Unfit as error:
                 raise self._failure("sampling", error) from error
-            finally:
-                self._running -= 1
+            attempt = 0
             tokens += said.tokens
             logprobs += said.logprobs
             versions += [version] * len(said.tokens)
@@ -174,14 +191,13 @@ class ServedEngine:
         """Serve the weights of a folder from now on; what runs is cut off, and goes on with them.
 
         Args:
-            folder: of Hugging Face's form, which the server sees under the same name.
+            folder: of Hugging Face's form, which the server sees under the same name. The engine is paused.
 
         Raises:
             RunFailure: the server did not take them.
         """
         try:
-            if self._running:
-                await self._dialect.cut(self._connection)
+            await self._cut()
             await self._dialect.load(self._connection, folder)
         except (Unanswered, Unfit) as error:
             raise self._failure("taking new weights", error) from error
@@ -206,19 +222,15 @@ class ServedEngine:
 
     async def abort(self) -> None:
         """End every request with what it has."""
-        self._ending, paused = True, not self._gate.is_set()
-        self._gate.set()
+        self._aborts += 1
+        if not self._gate.is_set():
+            # Those that wait at the gate see it, and nobody else goes through.
+            self._gate.set()
+            self._gate.clear()
         try:
-            while self._running:
-                await self._dialect.cut(self._connection)
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0)
+            await self._cut()
         except (Unanswered, Unfit) as error:
             raise self._failure("ending its requests", error) from error
-        finally:
-            self._ending = False
-            if paused:
-                self._gate.clear()
 
     async def sleep(self) -> None:
         try:
@@ -239,6 +251,18 @@ class ServedEngine:
     async def close(self) -> None:
         """Close the connections; the server goes on, with the weights that it has."""
         await self._connection.close()
+
+    async def _cut(self) -> None:
+        """End what runs; more than once, for a request may have been on its way."""
+        while self._running:
+            await self._dialect.cut(self._connection)
+            await asyncio.sleep(0.01)
+
+    def _place(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._places is None or self._places[0] is not loop:
+            self._places = loop, asyncio.Semaphore(self._concurrency)
+        return self._places[1]
 
     @property
     def _where(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -83,8 +84,12 @@ class VllmEngine:
         self._thread = ThreadPoolExecutor(1, "vllm")
         try:
             self._core = self._thread.submit(core).result()
-            # As with `local`, what the module holds is served before anything is published.
-            self._thread.submit(self._push).result()
+            try:
+                # As with `local`, what the module holds is served before anything is published.
+                self._thread.submit(self._push).result()
+            except BaseException:
+                self._thread.submit(self._core.close).result()
+                raise
         except BaseException:
             self._thread.shutdown(wait=False)
             raise
@@ -189,12 +194,17 @@ class VllmEngine:
         return stats
 
     async def close(self) -> None:
-        await self.abort()
-        if self._loop is not None:
-            self._loop.cancel()
-            self._loop = None
-        await self._aside(self._core.close)
-        self._thread.shutdown()
+        try:
+            await self.abort()
+            if self._loop is not None:
+                self._loop.cancel()
+                self._loop = None
+            await self._aside(self._core.close)
+        except Exception as error:
+            # What is wrong with it was raised where it was asked for something; the run has more to close.
+            warnings.warn(f"vLLM could not be closed: {error}", RuntimeWarning, stacklevel=2)
+        finally:
+            self._thread.shutdown()
 
     # What these stand on.
 

@@ -115,9 +115,6 @@ class VllmCore:
         self._sleeps = settings.sleeps and cuda
         self._greedy: set[str] = set()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
-        # Where vLLM keeps weights as they are in the file they can be overwritten in place, which takes milliseconds;
-        # packed, shuffled or quantised ones are built anew, layer by layer.
-        self._in_place = all(parameter.numel() for parameter in self._model.parameters()) and not self._quantised
 
     # Requests.
 
@@ -136,8 +133,8 @@ class VllmCore:
             SamplingParams(
                 max_tokens=settings.max_new_tokens,
                 temperature=settings.temperature,
-                # Of any 64 bits, what vLLM takes as a seed.
-                seed=None if greedy else seed % _SEEDS,
+                # Of any 64 bits, what vLLM takes as a seed. Without one it would draw one, from a global generator.
+                seed=0 if greedy else seed % _SEEDS,
                 logprobs=0,
                 detokenize=False,
                 stop_token_ids=sorted(ends),
@@ -150,7 +147,9 @@ class VllmCore:
         from vllm import SamplingParams
 
         self._greedy.add(request)
-        self._add(request, tokens, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False))
+        self._add(
+            request, tokens, SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=0, detokenize=False)
+        )
 
     def abort(self, requests: Sequence[str]) -> None:
         self._core.abort_requests(list(requests))
@@ -179,7 +178,7 @@ class VllmCore:
         """
         try:
             with torch.no_grad():
-                if self._in_place:
+                if self._keeps_as_they_are(weights):
                     self._model.load_weights(weights.items())
                 else:
                     self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
@@ -229,6 +228,14 @@ class VllmCore:
     def _quantised(self) -> bool:
         return self._engine.vllm_config.model_config.quantization is not None
 
+    def _keeps_as_they_are(self, weights: Mapping[str, Tensor]) -> bool:
+        """Whether vLLM has all weights as they are in a model's files. Then they can be overwritten in place, which
+        takes milliseconds; packed, shuffled and quantised ones are built anew, layer by layer."""
+        found = {name for name, _ in views(self._model, weights)}
+        # A tied head is not there a second time.
+        there = {weights[name].data_ptr() for name in found}
+        return not self._quantised and all(name in found or weights[name].data_ptr() in there for name in weights)
+
     def _add(self, request: str, tokens: Sequence[int], params: Any) -> None:
         prompt = {"type": "token", "prompt_token_ids": list(tokens)}
         made = self._engine.input_processor.process_inputs(request, prompt, params, supported_tasks=self._tasks)
@@ -277,9 +284,9 @@ def _output_of(one: Any) -> StepOutput:
 
 def _announce(cache_gib: int) -> None:
     """What vLLM reads from the environment; what a user has set stays. cache_gib: of keys and values, on a CPU."""
+    # The engine's core in this process, where weights can be handed over as tensors: nothing else works here.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     chosen = {
-        # The engine's core in this process, where weights can be handed over as tensors.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
