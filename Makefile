@@ -11,7 +11,7 @@ test: install
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --cov --cov-report=term:skip-covered
 
 install: .venv/installed
 

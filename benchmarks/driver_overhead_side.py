@@ -174,7 +174,7 @@ def recipe(job: dict[str, Any], folder: str) -> Any:
             "rollout": {
                 "groups_per_step": job["groups"], "group_size": job["size"], "max_new_tokens": job["tokens"],
             },
-            "checkpoint": {"every": 1_000_000},
+            "checkpoint": {"every": 1_000_000, "in_background": False},
             "tracking": {"episodes_every": job["episodes_every"]},
             # One more than is done: the closing checkpoint belongs to no step.
             "run": {"steps": job["skipped"] + job["steps"] + 1, "folder": folder},

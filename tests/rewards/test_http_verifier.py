@@ -78,7 +78,8 @@ async def test_batches_and_how_many_at_a_time() -> None:
         texts = ["a" * n for n in range(17)]
         found = await ask(server, *texts, batch_size=3, concurrency=2)
     assert [verdict.score for verdict in found] == [float(n) for n in range(17)]
-    assert [len(body["items"]) for _, _, body in server.requests] == [3, 3, 3, 3, 3, 2]
+    # Which of two that are asked at a time comes first is chance.
+    assert sorted(len(body["items"]) for _, _, body in server.requests) == [2, 3, 3, 3, 3, 3]
     assert server.most == 2
 
 
