@@ -7,6 +7,9 @@ failure.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -213,11 +216,16 @@ def test_weights_are_written_where_the_servers_see_them(address: str, server: Sa
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_that_samples_with_a_server(address: str, server: SamplingServer) -> None:
+def test_a_run_on_ray_that_samples_with_a_server(address: str, workplace: Path) -> None:
     pytest.importorskip("ray")
     here = metrics_of(train(sampled_by(address, **{"run.name": "here"})).folder)
-    cluster = {"kind": "ray", "trainer": {"ranks": 2}}
-    there = metrics_of(train(sampled_by(address, cluster=cluster)).folder)
-    for one, other in zip(here, there, strict=True):
+    config = sampled_by(address, cluster={"kind": "ray", "trainer": {"ranks": 2}}, **{"run.name": "there"})
+    (workplace / "there.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    # In a process of its own: this one may be connected to the cluster of other tests.
+    command = [sys.executable, "-m", "strop", "train", "there.yaml"]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for one, other in zip(here, metrics_of(Path("runs/there")), strict=True):
         assert other["reward/mean"] == one["reward/mean"]
         assert other["mismatch/abs_max"] < 1e-3
