@@ -49,12 +49,7 @@ def test_vllm_is_told_what_the_recipe_says(told: Any) -> None:
     assert "model.embed_tokens.weight" in usual["pushed"]
     settings: VllmSettings = usual["settings"]
     assert settings.context == usual["config"].max_position_embeddings
-    assert (settings.dtype, settings.eager, settings.prefix_caching, settings.sleeps) == (
-        torch.float32,
-        True,
-        True,
-        False,
-    )
+    assert (settings.dtype, settings.eager, settings.prefix_caching) == (torch.float32, True, True)
     changed: VllmSettings = told(
         **{
             "rollout.engine.eager": False,

@@ -56,7 +56,7 @@ MODEL = made_model()
 @pytest.fixture(scope="module")
 def core() -> Iterator[VllmCore]:
     before = torch.get_rng_state()
-    settings = VllmSettings(torch.float32, CONTEXT, 16, 512, memory=0.3, eager=True, prefix_caching=True, sleeps=False)
+    settings = VllmSettings(torch.float32, CONTEXT, 16, 512, memory=0.3, eager=True, prefix_caching=True)
     made = VllmCore(MODEL.config, type(MODEL).__name__, settings)
     assert torch.equal(torch.get_rng_state(), before), "vLLM must leave the global generators alone"
     yield made

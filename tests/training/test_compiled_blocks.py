@@ -123,3 +123,10 @@ def test_where_there_is_no_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError, match=r"needs a C\+\+ compiler") as caught:
         check_compiler(torch.device("cpu"))
     assert "g++" in caught.value.mend
+
+
+def test_where_there_are_no_headers_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="needs the headers of Python") as caught:
+        check_compiler(torch.device("cpu"))
+    assert "python3-dev" in caught.value.mend

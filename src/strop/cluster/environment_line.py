@@ -13,6 +13,7 @@ from typing import Any
 from strop.cluster.data_plane import Packed, unpack
 from strop.cluster.environment_host import CLOSE, Call, Outcome
 from strop.cluster.handle import WorkerHandle
+from strop.cluster.outbox import Outbox
 from strop.cluster.supervision import WorkerLost
 from strop.errors import StropError
 from strop.rollout.asking import Failed
@@ -69,11 +70,12 @@ class EnvironmentLine:
     _unsent: list[Call] = field(default_factory=list)
     _given_up: list[int] = field(default_factory=list)
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
-    _sending: set[asyncio.Task[None]] = field(default_factory=set)
     _poll: asyncio.Task[None] | None = None
-    _flushing: bool = False
     _ended: Exception | None = None
     _stuck: bool = False
+
+    def __post_init__(self) -> None:
+        self._outbox = Outbox(self.worker, self._flush, self._fail)
 
     def number(self) -> int:
         """For a new environment."""
@@ -90,21 +92,21 @@ class EnvironmentLine:
         number = self.number()
         waiting = self._waiting[number] = _Waiting(asyncio.get_running_loop().create_future(), life)
         self._unsent.append(Call(number, environment, method, given))
-        self._soon()
+        self._outbox.soon()
         try:
             return await waiting.future
         except asyncio.CancelledError:
             # A close is not called back.
             if self._waiting.pop(number, None) is not None and method != CLOSE:
                 self._given_up.append(number)
-                self._soon()
+                self._outbox.soon()
             raise
 
     def tell_to_close(self, environment: int) -> None:
         """Have an environment closed, if it is there, without waiting for it."""
         if self._ended is None:
             self._unsent.append(Call(self.number(), environment, CLOSE))
-            self._soon()
+            self._outbox.soon()
 
     def look(self) -> None:
         """See whether the worker was lost while nobody asked it anything."""
@@ -114,9 +116,7 @@ class EnvironmentLine:
     async def close(self) -> None:
         """Close what is there; the process is ended by who started it. A lost one is closed enough."""
         try:
-            self._flush()
-            if self._sending:
-                await asyncio.wait(set(self._sending))
+            await self._outbox.sent()
             if self.worker.lost is None and self._ended is None:
                 with contextlib.suppress(WorkerLost):
                     async with asyncio.timeout(self.limit + STUCK):
@@ -129,14 +129,7 @@ class EnvironmentLine:
             for waiting in self._waiting.values():
                 waiting.future.cancel()
 
-    def _soon(self) -> None:
-        """Send after this turn of the event loop, together with what else is asked for in it."""
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
     def _flush(self) -> None:
-        self._flushing = False
         unsent, self._unsent = self._unsent, []
         given_up, self._given_up = self._given_up, []
         # What was given up before it was sent is unknown over there.
@@ -154,20 +147,8 @@ class EnvironmentLine:
             self._poll = asyncio.get_running_loop().create_task(self._collect())
 
     def _send(self, method: str, message: Any) -> None:
-        before = list(self._sending)
         self.messages += 1
-
-        async def send() -> None:
-            try:
-                if before:
-                    await asyncio.wait(before)
-                await self.worker.call(method, message, timeout=POLL + self.limit + 2 * STUCK)
-            except Exception as error:
-                self._fail(error)
-
-        task = asyncio.get_running_loop().create_task(send())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._outbox.send(method, message, timeout=POLL + self.limit + 2 * STUCK)
 
     async def _collect(self) -> None:
         """Ask for results as long as somebody waits for one, or may."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from strop.cluster.engine_host import Ragged, Requests, Results
 from strop.cluster.handle import WorkerHandle
+from strop.cluster.outbox import Outbox
 from strop.cluster.supervision import WorkerLost
 from strop.rollout.engine import EngineStats, SampleRequest, SampleResult, WeightUpdate
 
@@ -34,9 +35,8 @@ class RemoteEngine:
         self._next = 0
         self._unsent: list[tuple[int, SampleRequest]] = []
         self._given_up: list[int] = []
-        self._flushing = False
         self._waiting: dict[int, asyncio.Future[SampleResult]] = {}
-        self._sending: set[asyncio.Task[None]] = set()
+        self._outbox = Outbox(worker, self._flush, self._fail)
         self._poll: asyncio.Task[None] | None = None
         self._stats = EngineStats()
 
@@ -50,13 +50,13 @@ class RemoteEngine:
         future: asyncio.Future[SampleResult] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         self._unsent.append((number, request))
-        self._soon()
+        self._outbox.soon()
         try:
             return await future
         except asyncio.CancelledError:
             if self._waiting.pop(number, None) is not None:
                 self._given_up.append(number)
-                self._soon()
+                self._outbox.soon()
             raise
 
     async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
@@ -103,19 +103,10 @@ class RemoteEngine:
 
     async def _forward(self, method: str, *args: Any) -> Any:
         """Call a method of the engine after all requests that were made before have got there."""
-        self._flush()
-        if self._sending:
-            await asyncio.wait(self._sending)
+        await self._outbox.sent()
         return await self.worker.call(self._prefix + method, *args)
 
-    def _soon(self) -> None:
-        """Send after this turn of the event loop, together with what else is asked for in it."""
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
-
     def _flush(self) -> None:
-        self._flushing = False
         given_up, self._given_up = self._given_up, []
         wanted = [(number, request) for number, request in self._unsent if number in self._waiting]
         # What was given up before it was sent is unknown over there.
@@ -123,26 +114,11 @@ class RemoteEngine:
         given_up = [number for number in given_up if number not in unsent]
         self._unsent = []
         if wanted:
-            self._send("submit", Requests.of(wanted))
+            self._outbox.send(self._prefix + "submit", Requests.of(wanted))
         if given_up:
-            self._send("cancel", np.array(given_up, dtype=np.int64))
+            self._outbox.send(self._prefix + "cancel", np.array(given_up, dtype=np.int64))
         if self._waiting and (self._poll is None or self._poll.done()):
             self._poll = asyncio.get_running_loop().create_task(self._collect())
-
-    def _send(self, method: str, message: Any) -> None:
-        before = list(self._sending)
-
-        async def send() -> None:
-            try:
-                if before:
-                    await asyncio.wait(before)
-                await self.worker.call(self._prefix + method, message)
-            except Exception as error:
-                self._fail(error)
-
-        task = asyncio.get_running_loop().create_task(send())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
 
     async def _collect(self) -> None:
         """Ask for results as long as somebody waits for one."""

@@ -52,9 +52,9 @@ class EngineSettings(StrictModel):
     eager: bool | Auto = "auto"
     """Of `vllm`: neither compile the model nor capture CUDA graphs. It starts sooner and samples slower. `auto` does
     so on a CPU."""
-    prefix_caching: bool | Auto = "auto"
+    prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
-    change. `auto` does."""
+    change."""
 
 
 class TreeSettings(StrictModel):

@@ -200,8 +200,7 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         prefill_tokens=settings.prefill_tokens,
         memory=engine_memory(prepared.config),
         eager=hardware.device.type == "cpu" if settings.eager == "auto" else settings.eager,
-        prefix_caching=settings.prefix_caching == "auto" or settings.prefix_caching,
-        sleeps=hardware.device.type == "cuda",
+        prefix_caching=settings.prefix_caching,
     )
     return VllmEngine(
         roles.model,

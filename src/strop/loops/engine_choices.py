@@ -59,12 +59,15 @@ def refuse_servers(config: Config, command: str) -> None:
 
 
 def check_engine(config: Config, device: str) -> None:
-    """Raise UserError where the engine's package is missing, or where it does not sample on this device.
+    """Raise UserError where the engine's package is missing, where it does not sample on this device, or for settings
+    of another kind of engine.
 
     Args:
         device: the kind that was chosen, "cpu", "cuda" or "mps".
     """
     engine = config.rollout.engine
+    if idle := list(idle_in_engine(config)):
+        raise ConfigError(idle)
     if served(config) and importlib.util.find_spec("aiohttp") is None:
         raise MissingExtra("aiohttp", extra="servers", needed_for=f"`rollout.engine.kind: {engine.kind}`")
     if engine.kind != "vllm" or config.supervised is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from strop.config import Config
 from strop.config.model import ModelSettings
 from strop.errors import UserError
-from strop.loops.engine_choices import refuse_servers
+from strop.loops.engine_choices import check_engine, refuse_servers
 from strop.loops.event_loop import run_to_end
 from strop.loops.prepare import longest_prompt, prompt_dataset
 from strop.paths import user_path
@@ -136,9 +136,11 @@ def prepare_rollout(config: Config, sandbox: SharedSandbox) -> PreparedRollout:
     facts = inspect_model(config.model)
     room = longest_prompt(config, facts.context)
     dataset, expected = prompt_dataset(config, source, facts.tokenizer, room, "data.train")
+    hardware = choose_hardware(config)
+    check_engine(config, hardware.device.type)
     return PreparedRollout(
         config,
-        choose_hardware(config),
+        hardware,
         facts,
         dataset,
         scorer,

@@ -39,6 +39,16 @@ class SampleRequest:
     settings: SampleSettings
     stream: tuple[int, ...]
 
+    def check(self, context: int) -> None:
+        """Raises ValueError where prompt and completion do not fit a model's context, or the prompt is empty."""
+        if not self.tokens:
+            raise ValueError("a prompt needs at least one token")
+        if len(self.tokens) + self.settings.max_new_tokens > context:
+            raise ValueError(
+                f"{len(self.tokens)} prompt tokens and {self.settings.max_new_tokens} new ones "
+                f"do not fit the context of {context}"
+            )
+
 
 @dataclass(frozen=True)
 class SampleResult:

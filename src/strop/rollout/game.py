@@ -75,10 +75,10 @@ class Game:
                 raise
             too_long(self.world.settings.episode_timeout).mark(self.episode)
         finally:
-            await self.world.close(self.environment)
+            await self.world.home.close(self.environment)
 
     async def _begin(self) -> _State:
-        opening = await self.world.ask(self.environment, "reset", own_copy(self.prompt.row), check=checks.opening)
+        opening = await self.world.home.ask(self.environment, "reset", own_copy(self.prompt.row), check=checks.opening)
         conversation = self._conversation(opening)
         place = begin_reading(self.episode, conversation)
         return _State(conversation, place, 0, len(self.episode.turns[place].tokens))
@@ -99,7 +99,7 @@ class Game:
             if finish == "aborted":
                 break
             said = PolicyTurn(self.episode.completion, finish, number)  # type: ignore[arg-type]
-            answer = await self.world.ask(self.environment, "step", said, check=checks.answer)
+            answer = await self.world.home.ask(self.environment, "step", said, check=checks.answer)
             if answer.reward is not None:
                 self.episode.turn_rewards[turn] = answer.reward
             tokens = self.episode.turns[turn].tokens.tolist()
@@ -146,10 +146,10 @@ class Game:
         others: list[Environment] = []
         try:
             for _ in range(count):
-                others.append(await self.world.ask(self.environment, "fork", check=_forked_environment))
+                others.append(await self.world.home.ask(self.environment, "fork", check=_forked_environment))
         except BaseException:
             for other in others:
-                await self.world.close(other)
+                await self.world.home.close(other)
             raise
         return others
 

@@ -78,7 +78,7 @@ class Host:
                 raise
             too_long(limit).mark(self._episode)
         finally:
-            await self._world.close(driver)
+            await self._world.home.close(driver)
 
     async def _play(self, driver: Driver) -> None:
         """The same, without its limit.

@@ -63,7 +63,9 @@ class SelfPlay:
         try:
             async with asyncio.timeout(self.world.settings.episode_timeout) as limit:
                 begin = partial(checks.move, roles=self.roles)
-                await self._turns(await self.world.ask(self.match, "reset", own_copy(self.prompt.row), check=begin))
+                await self._turns(
+                    await self.world.home.ask(self.match, "reset", own_copy(self.prompt.row), check=begin)
+                )
         except Failed as found:
             failure = found
         except TimeoutError:
@@ -71,7 +73,7 @@ class SelfPlay:
                 raise
             failure = too_long(self.world.settings.episode_timeout)
         finally:
-            await self.world.close(self.match)
+            await self.world.home.close(self.match)
         if failure is not None and not self.sides:
             failure.mark(self.episode)
             return [self.episode]
@@ -96,7 +98,7 @@ class SelfPlay:
                 return
             said = PolicyTurn(side.episode.completion, side.finish, side.spoken - 1)  # type: ignore[arg-type]
             check = partial(checks.move_or_done, roles=self.roles, begun=list(self.sides))
-            answer = await self.world.ask(self.match, "step", move.role, said, check=check)
+            answer = await self.world.home.ask(self.match, "step", move.role, said, check=check)
             side.conversation.said(said.text, side.episode.turns[turn].tokens.tolist(), turn)
             if answer.reward is not None:
                 side.episode.turn_rewards[turn] = answer.reward
@@ -152,7 +154,7 @@ class SelfPlay:
         return turn
 
     async def _reward(self) -> None:
-        rewards = await self.world.ask(self.match, "rewards", check=partial(checks.rewards, roles=self.roles))
+        rewards = await self.world.home.ask(self.match, "rewards", check=partial(checks.rewards, roles=self.roles))
         for role, side in self.sides.items():
             if role in rewards and side.last is not None:
                 given = side.episode.turn_rewards.get(side.last, 0.0)

@@ -89,7 +89,7 @@ class Player:
         Raises:
             Failed: there is no environment to play with.
         """
-        environment = await world.make()
+        environment = await world.home.make()
         if world.factory.roles:
             return await SelfPlay(self._speaker, world, environment, episode, prompt, settings, stream).play()
         if isinstance(environment, Driver):

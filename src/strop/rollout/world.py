@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from strop.config.environment import AnyEnvironment
 from strop.environments.protocol import EnvironmentFactory
 from strop.models.detokenizing import Detokenize
-from strop.rollout.asking import Failed, Home, InProcess, as_it_is
+from strop.rollout.asking import Failed, Home, InProcess
 from strop.rollout.calls import Raised, TooLong
 from strop.rollout.engine import Engine, SampleRequest, SampleSettings
 from strop.rollout.episode import Episode, TurnId
@@ -68,25 +68,6 @@ class World:
     def home(self) -> Home:
         """Where environments are made and asked."""
         return InProcess(self.factory, self.settings) if self.elsewhere is None else self.elsewhere
-
-    async def make(self) -> Any:
-        """See `Home.make`."""
-        return await self.home.make()
-
-    async def ask(
-        self,
-        asked: Any,
-        method: str,
-        *given: Any,
-        check: Callable[[Any], Any] = as_it_is,
-        bounded: bool = True,
-    ) -> Any:
-        """See `Home.ask`."""
-        return await self.home.ask(asked, method, *given, check=check, bounded=bounded)
-
-    async def close(self, environment: Any) -> None:
-        """See `Home.close`."""
-        await self.home.close(environment)
 
     def failure(self, error: Raised | TooLong, asked: Any, name: str) -> Failed:
         """What a call of code in this process failed with, in words; see `InProcess.failure`."""

@@ -7,8 +7,10 @@ what is compiled; weights are its inputs.
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +77,13 @@ def check_compiler(device: torch.device) -> None:
                 where="training.compile",
                 mend="install g++, or name a compiler in the variable CXX; or remove the key",
             ) from error
+        headers = sysconfig.get_path("include")
+        if not Path(headers, "Python.h").exists():
+            raise UserError(
+                f"torch.compile needs the headers of Python on a CPU, and they are not in {headers}",
+                where="training.compile",
+                mend="install them (the package python3-dev); or remove the key",
+            )
     elif device.type == "cuda":
         from torch.utils._triton import has_triton
 

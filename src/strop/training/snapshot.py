@@ -45,10 +45,6 @@ class Copies:
             self._made[place] = tensor, tensor.detach().to("cpu", copy=True).contiguous()
         return self._made[place][1]
 
-    def close(self) -> None:
-        """Forget the tensors; the copies live as long as somebody else has them."""
-        self._made.clear()
-
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -67,10 +67,6 @@ class Dialect(Protocol):
         """Take the weights of a folder in place of those before, and forget what was computed with them."""
         ...
 
-    async def sleep(self, server: Connection) -> None: ...
-
-    async def wake(self, server: Connection) -> None: ...
-
 
 class Sglang:
     """SGLang's own paths (`/generate` and its like)."""
@@ -143,12 +139,6 @@ class Sglang:
         if isinstance(reply, dict) and reply.get("success") is False:
             raise Unfit(f"it did not take the weights: {reply.get('message')}")
 
-    async def sleep(self, server: Connection) -> None:
-        await server.post("/release_memory_occupation", {})
-
-    async def wake(self, server: Connection) -> None:
-        await server.post("/resume_memory_occupation", {})
-
 
 class OpenAI:
     """`/v1/completions` with token ids, as vLLM's server gives them, and its paths for those who train."""
@@ -220,12 +210,6 @@ class OpenAI:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._for_training(server, "/collective_rpc", call)
         await self._for_training(server, "/reset_prefix_cache?reset_running_requests=true")
-
-    async def sleep(self, server: Connection) -> None:
-        await self._for_training(server, "/sleep?level=1")
-
-    async def wake(self, server: Connection) -> None:
-        await self._for_training(server, "/wake_up")
 
     async def _asked(self, server: Connection, tokens: Sequence[int]) -> dict[str, Any]:
         if not self.model:

@@ -126,14 +126,7 @@ class LocalEngine:
         Raises:
             ValueError: prompt and completion do not fit the model's context, or the prompt is empty.
         """
-        if not request.tokens:
-            raise ValueError("a prompt needs at least one token")
-        needed = len(request.tokens) + request.settings.max_new_tokens
-        if needed > self._context:
-            raise ValueError(
-                f"{len(request.tokens)} prompt tokens and {request.settings.max_new_tokens} new ones "
-                f"do not fit the context of {self._context}"
-            )
+        request.check(self._context)
         sequence = _Sequence(
             request, asyncio.get_running_loop().create_future(), stream_key(self._seed, request.stream)
         )

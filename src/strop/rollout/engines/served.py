@@ -112,14 +112,8 @@ class ServedEngine:
             ValueError: prompt and completion do not fit the model's context, or the prompt is empty.
             RunFailure: the server did not answer.
         """
+        request.check(self._context)
         settings = request.settings
-        if not request.tokens:
-            raise ValueError("a prompt needs at least one token")
-        if len(request.tokens) + settings.max_new_tokens > self._context:
-            raise ValueError(
-                f"{len(request.tokens)} prompt tokens and {settings.max_new_tokens} new ones "
-                f"do not fit the context of {self._context}"
-            )
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
@@ -233,16 +227,10 @@ class ServedEngine:
             raise self._failure("ending its requests", error) from error
 
     async def sleep(self) -> None:
-        try:
-            await self._dialect.sleep(self._connection)
-        except (Unanswered, Unfit) as error:
-            raise self._failure("giving its memory back", error) from error
+        """Nothing: a server's memory is its own."""
 
     async def wake(self) -> None:
-        try:
-            await self._dialect.wake(self._connection)
-        except (Unanswered, Unfit) as error:
-            raise self._failure("taking its memory", error) from error
+        """Nothing, likewise."""
 
     def take_stats(self) -> EngineStats:
         stats, self._stats = self._stats, EngineStats()

@@ -94,7 +94,6 @@ class VllmEngine:
             self._thread.shutdown(wait=False)
             raise
         self._version = 0
-        self._asleep = False
         self._number = 0
         self._entering: list[str] = []
         self._requests: dict[str, _Running] = {}
@@ -111,14 +110,7 @@ class VllmEngine:
             ValueError: prompt and completion do not fit the model's context, or the prompt is empty.
             RunFailure: vLLM failed.
         """
-        if not request.tokens:
-            raise ValueError("a prompt needs at least one token")
-        needed = len(request.tokens) + request.settings.max_new_tokens
-        if needed > self._context:
-            raise ValueError(
-                f"{len(request.tokens)} prompt tokens and {request.settings.max_new_tokens} new ones "
-                f"do not fit the context of {self._context}"
-            )
+        request.check(self._context)
         found: SampleResult = await self._enter(
             _Running(request, None, asyncio.get_running_loop().create_future(), stop_tail(request.settings.stop))
         )
@@ -179,15 +171,10 @@ class VllmEngine:
             await self._aside(lambda: self._core.abort(list(requests)))
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back; what runs is computed again after `wake`."""
-        async with self._turn:
-            if not self._asleep:
-                await self._aside(self._core.sleep)
-                self._asleep = True
+        """Nothing: vLLM keeps what it was given."""
 
     async def wake(self) -> None:
-        async with self._turn:
-            await self._wake()
+        """Nothing, likewise."""
 
     def take_stats(self) -> EngineStats:
         stats, self._stats = self._stats, EngineStats()
@@ -228,7 +215,6 @@ class VllmEngine:
                 async with self._turn:
                     if not self._requests or not self._gate.is_set():
                         continue
-                    await self._wake()
                     if self._version == _NO_VERSION:
                         raise RunFailure("the weights in vLLM are parts of two versions")
                     entering, self._entering = self._entering, []
@@ -329,11 +315,6 @@ class VllmEngine:
 
     def _push(self) -> None:
         self._core.push(_weights_of(self._model))
-
-    async def _wake(self) -> None:
-        if self._asleep:
-            await self._aside(self._core.wake)
-            self._asleep = False
 
     async def _aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -36,8 +36,7 @@ class VllmSettings:
 
     dtype: of weights and cache. context: longest prompt + completion. max_sequences: decoded together. prefill_tokens:
     of prompts in one pass. memory: share of the GPU's memory for weights, cache and workspace. eager: neither compile
-    nor capture CUDA graphs. prefix_caching: keep keys and values of prompts that are asked for again. sleeps: be able
-    to give the memory back (on CUDA only).
+    nor capture CUDA graphs. prefix_caching: keep keys and values of prompts that are asked for again.
     """
 
     dtype: torch.dtype
@@ -47,7 +46,6 @@ class VllmSettings:
     memory: float
     eager: bool
     prefix_caching: bool
-    sleeps: bool
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class VllmCore:
                 "seed": 0,
             }
             if cuda:
-                arguments |= {"gpu_memory_utilization": settings.memory, "enable_sleep_mode": settings.sleeps}
+                arguments["gpu_memory_utilization"] = settings.memory
             try:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except Exception as error:
@@ -112,7 +110,6 @@ class VllmCore:
                 ) from error
         self._core = self._engine.engine_core
         self._tasks = self._engine.get_supported_tasks()
-        self._sleeps = settings.sleeps and cuda
         self._greedy: set[str] = set()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
 
@@ -203,18 +200,6 @@ class VllmCore:
             # One wait for the device.
             found = torch.stack(differ).tolist() if differ else []
         return [name for name, other in zip(names, found, strict=True) if other]
-
-    # Memory.
-
-    def sleep(self) -> None:
-        """Give the memory of cache and weights back; nothing where vLLM cannot (CPUs)."""
-        if self._sleeps:
-            self._core.reset_prefix_cache(reset_running_requests=True)
-            self._core.sleep(level=1, mode="keep")
-
-    def wake(self) -> None:
-        if self._sleeps:
-            self._core.wake_up()
 
     def close(self) -> None:
         self._core.shutdown()
