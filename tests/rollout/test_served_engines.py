@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampled import logprobs_of, sample, went_on
 from sampling_server import SamplingServer, serving
 
 from strop.errors import RunFailure, UserError
@@ -19,7 +20,7 @@ from strop.models.save import save_model
 from strop.publishing.proof import Probe
 from strop.publishing.served import ServedPublisher
 from strop.rewards.client import Server
-from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings, WeightUpdate
+from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.dialects import OpenAI, Sglang
 from strop.rollout.engines.served import ServedEngine
 
@@ -70,19 +71,6 @@ def engine_of(
 
 def request(prompt: Sequence[int] = (5, 6, 7), sample: int = 0, new: int = 12, **settings: Any) -> SampleRequest:
     return SampleRequest(tuple(prompt), SampleSettings(new, **settings), (0, sample, 0))
-
-
-async def sample(engine: ServedEngine, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-    async with asyncio.timeout(60):
-        return [found.plain() for found in await asyncio.gather(*(engine.generate(r) for r in requests))]
-
-
-@torch.no_grad()
-def logprobs_of(model: Any, asked: SampleRequest, found: SampleResult) -> np.ndarray:
-    ids = torch.tensor([[*asked.tokens, *found.tokens]])
-    logits = model(input_ids=ids).logits[0].double() / (asked.settings.temperature or 1.0)
-    logp = torch.log_softmax(logits, -1)[len(asked.tokens) - 1 : -1]
-    return logp.gather(1, torch.tensor(found.tokens)[:, None])[:, 0].numpy()
 
 
 def changed(server: SamplingServer) -> Any:
@@ -264,13 +252,7 @@ async def test_a_completion_that_is_cut_off_goes_on_with_the_new_weights(
             await asyncio.sleep(0.001)
     await publisher.publish(Trainer(new), version=1)
     for one, task in zip(asked, running, strict=True):
-        found = (await task).plain()
-        assert found.versions == sorted(found.versions)
-        before = found.versions.count(0)
-        logprobs = np.asarray(found.logprobs)
-        assert np.abs(logprobs - logprobs_of(old, one, found))[:before].max(initial=0.0) < 1e-4
-        assert np.abs(logprobs - logprobs_of(new, one, found))[before:].max(initial=0.0) < 1e-4
-        assert found.finish == "stop" or len(found.tokens) == 40
+        went_on(one, (await task).plain(), old, new)
 
 
 async def test_abort_gives_what_there_is(engine: ServedEngine, server: SamplingServer) -> None:

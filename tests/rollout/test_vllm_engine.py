@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampled import logprobs_of, model_for_vllm, sample
 
 from strop.config.model import LoraConfig
 from strop.errors import RunFailure
@@ -17,7 +18,7 @@ from strop.models.forward import score_streams
 from strop.models.load import add_lora
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
-from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings, WeightUpdate
+from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.vllm import VllmEngine
 from strop.rollout.engines.vllm_core import VllmCore, VllmSettings, views
 
@@ -27,30 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 SEED, EOS, CONTEXT = 11, 1, 128
 
 
-def made_model() -> Any:
-    """Heads of 32, the smallest that vLLM has a kernel for."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=128,
-        max_position_embeddings=CONTEXT,
-        vocab_size=96,
-        tie_word_embeddings=False,
-        eos_token_id=EOS,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    return model
-
-
-MODEL = made_model()
+MODEL = model_for_vllm(96, CONTEXT, eos=EOS)
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +55,6 @@ def request(
     prompt: Sequence[int] = prompt_of(6), stream: tuple[int, ...] = (0, 0, 0), new: int = 8, **settings: Any
 ) -> SampleRequest:
     return SampleRequest(tuple(prompt), SampleSettings(new, **settings), stream)
-
-
-async def sample(engine: VllmEngine, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-    async with asyncio.timeout(120):
-        return [found.plain() for found in await asyncio.gather(*(engine.generate(r) for r in requests))]
-
-
-@torch.no_grad()
-def logprobs_of(model: Any, asked: SampleRequest, found: SampleResult) -> np.ndarray:
-    """What the plain model says of the tokens that were sampled, at the sampling temperature."""
-    ids = torch.tensor([[*asked.tokens, *found.tokens]])
-    logits = model(input_ids=ids).logits[0].double() / (asked.settings.temperature or 1.0)
-    logp = torch.log_softmax(logits, -1)[len(asked.tokens) - 1 : -1]
-    return logp.gather(1, torch.tensor(found.tokens)[:, None])[:, 0].numpy()
 
 
 async def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(core: VllmCore) -> None:

@@ -12,12 +12,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_served_engines import Trainer, here, logprobs_of, request, sample
+from sampled import logprobs_of, model_for_vllm, sample, went_on
+from test_served_engines import Trainer, here, request
 
 from strop.config.model import NewModel
 from strop.models.create import create_tokenizer
@@ -35,29 +35,7 @@ CONTEXT = 64
 TOKENIZER = create_tokenizer(NewModel(characters="0123456789+*=abcdefghijklmnopqrstuvwxyz", context=CONTEXT))
 
 
-def made_model() -> Any:
-    """Heads of 32, the smallest that vLLM has a kernel for."""
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=128,
-        max_position_embeddings=CONTEXT,
-        vocab_size=len(TOKENIZER),
-        tie_word_embeddings=False,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    return model
-
-
-MODEL = made_model()
+MODEL = model_for_vllm(len(TOKENIZER), CONTEXT, eos=1)
 
 
 @pytest.fixture(scope="module")
@@ -160,12 +138,6 @@ async def test_what_is_under_way_is_cut_off_and_goes_on(address: str, tmp_path: 
             new.lm_head.weight.mul_(0.7)
         await publisher.publish(Trainer(new), version=1)
         for one, task in zip(asked, running, strict=True):
-            found = (await task).plain()
-            assert found.versions == sorted(found.versions)
-            before = found.versions.count(0)
-            logprobs = np.asarray(found.logprobs)
-            assert np.abs(logprobs - logprobs_of(MODEL, one, found))[:before].max(initial=0.0) < 1e-4
-            assert np.abs(logprobs - logprobs_of(new, one, found))[before:].max(initial=0.0) < 1e-4
-            assert found.finish == "stop" or len(found.tokens) == 55
+            went_on(one, (await task).plain(), MODEL, new)
     finally:
         await engine.close()
