@@ -137,14 +137,14 @@ def test_a_full_disk_is_told_and_the_checkpoint_before_stays(monkeypatch: pytest
     with pytest.raises(RunFailure, match="the checkpoint of step 2 could not be written: the disk is full") as caught:
         run("full", behind=True)
     assert "the previous checkpoint is intact" in caught.value.mend
-    folder = Path("runs/full")
+    folder = Path("runs/full").absolute()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-000000"]
     assert (folder / "checkpoints" / "latest").read_text() == "step-000000\n"
     assert json.loads((folder / "run.json").read_text())["status"] == "failed"
     # It came before anything was saved again, and the same command goes on when there is room.
     assert max(step for _, step, _ in steps_of(folder)) <= 4
     monkeypatch.undo()
-    monkeypatch.chdir(folder.absolute().parents[1])
+    monkeypatch.chdir(folder.parents[1])
     went_on, quiet = run("full", behind=True), run("quiet", behind=False)
     assert steps_of(went_on) == steps_of(quiet)
     ours, theirs = (files_of(folder / "checkpoints" / "step-000005") for folder in (went_on, quiet))
