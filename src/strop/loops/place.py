@@ -12,7 +12,7 @@ from strop.loops.critic import Critic, SharedCritic, make_critic
 from strop.loops.engine_choices import served
 from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
-from strop.loops.served_engines import as_one, check_served, make_served, make_served_publisher
+from strop.loops.served_engines import WithServers, check_served
 from strop.rollout.engine import Engine
 from strop.rollout.world import World
 
@@ -68,14 +68,13 @@ class Here:
         self._prepared: Any = prepared
         self.roles = roles
         self.reasons: tuple[str, ...] = ()
-        self._run = Path()
         self.world: World | None = getattr(prepared, "world", None)
 
     async def aside(self, work: Callable[[], T]) -> T:
         return work()
 
     def settle_in(self, run: Path) -> None:
-        self._run = run
+        pass
 
     def make_trainer(self, optimizer: OptimizerSettings, *, total_updates: int, reinforcement: bool) -> Any:
         return assembly.make_trainer(
@@ -89,13 +88,9 @@ class Here:
         return make_critic(self._prepared, self.roles, trainer)
 
     def make_engine(self) -> Engine:
-        if served(self._prepared.config):
-            return as_one(make_served(self._prepared.config, self.roles))
         return assembly.make_engine(self._prepared, self.roles)
 
     def make_publisher(self, engine: Engine) -> Publishes:
-        if served(self._prepared.config):
-            return make_served_publisher(self._prepared.config, self.roles, engine, lambda: self._run, self.aside)
         return assembly.make_publisher(self.roles, engine)
 
     def save_reference(self, run: Path) -> None:
@@ -114,7 +109,7 @@ async def find_place(prepared: Prepared | PreparedExamples, *, scalar: bool = Fa
     Raises:
         UserError: there is no room for what is asked. MissingExtra: Ray is not installed.
     """
-    found: Here | Processes
+    found: Here | Processes | WithServers
     if prepared.config.cluster.kind == "local":
         found = Here(prepared, assembly.load_roles(prepared, scalar=scalar))
     else:
@@ -123,10 +118,11 @@ async def find_place(prepared: Prepared | PreparedExamples, *, scalar: bool = Fa
         found = await Processes.start(prepared, scalar=scalar)
     if served(prepared.config):
         try:
-            found.reasons = (*found.reasons, *await check_served(prepared.config, found.roles))
+            said = await check_served(prepared.config, found.roles)
         except BaseException:
             await found.close()
             raise
+        found = WithServers(found, prepared.config, said)
     return found
 
 

@@ -32,12 +32,10 @@ from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.rank_host import Facts, Task
 from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
-from strop.loops.served_engines import as_one, make_served, make_served_publisher
 from strop.loops.spread import colocated, device_of
 from strop.models.load import Loaded
 from strop.publishing.manifest import Fault, Manifest
 from strop.publishing.publisher import Publisher
-from strop.publishing.served import ServedPublisher
 from strop.publishing.sides import Delivered
 from strop.publishing.transports.protocol import Offer
 from strop.rollout.engine import Engine
@@ -172,16 +170,12 @@ class Processes:
         return RemoteCritic(self._ask, algorithm)
 
     def make_engine(self) -> Engine:
-        if served(self._prepared.config):
-            return as_one(make_served(self._prepared.config, self.roles))
         if self.engines is None:
             return RemoteEngine(self.trainers.workers[0], "engine")
         each = [RemoteEngine(worker, "engine") for worker in self.engines.workers]
         return EngineRouter(each, restart=self._restart, reload=self._reload)
 
-    def make_publisher(self, engine: Engine) -> RemotePublisher | ServedPublisher:
-        if served(self._prepared.config):
-            return make_served_publisher(self._prepared.config, self.roles, engine, lambda: self._run, self.aside)
+    def make_publisher(self, engine: Engine) -> RemotePublisher:
         self._publisher = RemotePublisher(self)
         return self._publisher
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,31 +58,41 @@ async def check_served(config: Config, roles: Roles) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def as_one(engines: Sequence[ServedEngine]) -> Engine:
-    """Several servers behind the protocol of one engine."""
-    return engines[0] if len(engines) == 1 else EngineRouter(engines)
-
-
-def make_served_publisher(
-    config: Config,
-    roles: Roles,
-    engine: Any,
-    run: Callable[[], Path],
-    aside: Callable[[Callable[[], Any]], Awaitable[Any]],
-) -> ServedPublisher:
-    """What gives servers the weights of each version.
+class WithServers:
+    """A place whose engines are servers; everything else of it is as it was.
 
     Args:
-        engine: of `as_one`. run: the run's folder, once it has one. aside: runs what asks the trainer.
+        place: a `Place`. said: what the servers say of themselves.
     """
-    settings = config.rollout.engine.server
-    assert settings is not None
-    each: Sequence[Any] = engine.engines if isinstance(engine, EngineRouter) else [engine]
-    chosen = settings.folder
-    return ServedPublisher(
-        {one.server.url: one for one in each},
-        make_probe(roles.vocabulary, roles.dtype),
-        lambda: Path(chosen) if chosen is not None else run() / "weights",
-        roles.tokenizer,
-        aside,
-    )
+
+    def __init__(self, place: Any, config: Config, said: tuple[str, ...]) -> None:
+        self._place = place
+        self._config = config
+        self._run = Path()
+        self._engines: list[ServedEngine] = []
+        self.reasons: tuple[str, ...] = (*place.reasons, *said)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._place, name)
+
+    def settle_in(self, run: Path) -> None:
+        self._run = run
+        self._place.settle_in(run)
+
+    def make_engine(self) -> Engine:
+        """All servers behind the protocol of one engine."""
+        self._engines = make_served(self._config, self._place.roles)
+        return self._engines[0] if len(self._engines) == 1 else EngineRouter(self._engines)
+
+    def make_publisher(self, engine: Engine) -> ServedPublisher:
+        """What gives the servers of `make_engine` the weights of each version."""
+        settings, roles = self._config.rollout.engine.server, self._place.roles
+        assert settings is not None
+        folder = settings.folder
+        return ServedPublisher(
+            {one.server.url: one for one in self._engines},
+            make_probe(roles.vocabulary, roles.dtype),
+            lambda: self._run / "weights" if folder is None else Path(folder),
+            roles.tokenizer,
+            self._place.aside,
+        )
