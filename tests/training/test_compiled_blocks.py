@@ -118,9 +118,12 @@ def test_where_there_is_no_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatc
     from torch._inductor import config, cpp_builder
 
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     cpp_builder.cpp_compiler_search.cache_clear()
-    with pytest.raises(UserError, match=r"needs a C\+\+ compiler") as caught:
+    # By torch's own means: what sets an attribute back would delete this one, for every test that comes later.
+    with (
+        config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(UserError, match=r"needs a C\+\+ compiler") as caught,
+    ):
         check_compiler(torch.device("cpu"))
     assert "g++" in caught.value.mend
 
