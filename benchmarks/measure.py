@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "numpy")
+PACKAGES = ("torch", "transformers", "vllm", "trl", "accelerate", "peft", "numpy")
 # A child process writes its numbers after this mark; libraries may print what they like before.
 MARK = "NUMBERS "
 
@@ -85,7 +85,7 @@ def fresh_process(
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(str(path) for path in [*python_path, ROOT / "src"]),
+        "PYTHONPATH": os.pathsep.join([*map(str, python_path), str(ROOT / "src"), *_given_path()]),
         **(variables or {}),
     }
     command = [sys.executable, str(script), *arguments]
@@ -98,6 +98,11 @@ def fresh_process(
         raise RuntimeError(f"{script.name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     numbers: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
     return numbers
+
+
+def _given_path() -> list[str]:
+    """Folders that this process was told to import from; some machines have packages nowhere else."""
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
 
 
 def tell(numbers: Mapping[str, Any]) -> None:

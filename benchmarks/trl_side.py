@@ -33,7 +33,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
             reward_funcs=coin,
             args=arguments(job, folder),
             train_dataset=Dataset.from_list(rows),
-            callbacks=[_step_callback(clock)],
+            callbacks=[step_callback(clock)],
         )
         assert next(trainer.model.parameters()).dtype.itemsize == 4
         trainer._generate_single_turn = clock.sampling(trainer._generate_single_turn)
@@ -44,37 +44,38 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     return {"steps": clock.steps[1:], "peak": measure.peak_bytes(), "versions": versions}
 
 
-def arguments(job: dict[str, Any], folder: str) -> Any:
-    """The job as TRL's settings: one optimizer step for each generation batch."""
+def arguments(job: dict[str, Any], folder: str, **others: Any) -> Any:
+    """The job as TRL's settings: one optimizer step for each generation batch. others: in place of what is here."""
     from trl import GRPOConfig
 
     completions = job["prompts"] * job["group_size"]
     assert completions % job["batch_size"] == 0, "TRL needs a batch size that divides the step's completions"
-    return GRPOConfig(
-        output_dir=folder,
-        use_cpu=True,
-        bf16=False,
-        model_init_kwargs={"dtype": "float32"},
-        use_vllm=False,
-        per_device_train_batch_size=job["batch_size"],
-        gradient_accumulation_steps=completions // job["batch_size"],
-        num_generations=job["group_size"],
-        max_completion_length=job["new_tokens"],
-        num_iterations=1,
-        beta=0.0,
-        loss_type="grpo",
-        temperature=1.0,
-        learning_rate=job["learning_rate"],
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        max_steps=job["steps"] + 1,
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    settings: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "model_init_kwargs": {"dtype": "float32"},
+        "use_vllm": False,
+        "per_device_train_batch_size": job["batch_size"],
+        "gradient_accumulation_steps": completions // job["batch_size"],
+        "num_generations": job["group_size"],
+        "max_completion_length": job["new_tokens"],
+        "num_iterations": 1,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "temperature": 1.0,
+        "learning_rate": job["learning_rate"],
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "max_steps": job["steps"] + 1,
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**settings | others)
 
 
 class Clock:
@@ -128,7 +129,7 @@ class Clock:
         self._last, self._parts = now, {}
 
 
-def _step_callback(clock: Clock) -> Any:
+def step_callback(clock: Clock) -> Any:
     from transformers import TrainerCallback
 
     class Steps(TrainerCallback):  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -223,6 +224,79 @@ def test_strops_side_of_a_grpo_step_splits_its_time(tmp_path: Path) -> None:
         assert step["prompt_tokens"] == 12 * 4
     summary = module("against_trl").summary([found], 12)
     assert math.isclose(summary["completions_per_minute"] * summary["seconds"]["total"], 60 * 12)
+
+
+def test_a_step_on_a_gpu_is_split_and_written_side_by_side(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    numbers = smoke("against_trl_gpu", out, "--only", "strop-local")
+    job, side = numbers["job"], numbers["sides"]["strop-local"]
+    completions = job["prompts"] * job["group_size"]
+    assert side["tokens"] == completions * job["new_tokens"]
+    assert side["prompt_tokens"] == completions * job["prompt_tokens"]
+    assert side["mismatch_mean"] < 1e-5
+    [steps] = [one["steps"] for one in side["runs"]]
+    assert len(steps) == 1 + job["steps"]
+    for step in steps:
+        assert math.isclose(
+            step["total"], sum(step[part] for part in ("sampling", "scoring", "training", "publishing", "other"))
+        )
+    assert side["seconds"]["total"] == steps[1]["total"]
+    if importlib.util.find_spec("trl") is not None:
+        numbers = smoke("against_trl_gpu", out, "--add", "--only", "trl-transformers")
+        assert numbers["sides"]["strop-local"] == side
+        theirs = numbers["sides"]["trl-transformers"]
+        assert (theirs["tokens"], theirs["prompt_tokens"]) == (side["tokens"], side["prompt_tokens"])
+        ratio = numbers["ratios"]["trl-transformers / strop-local"]["training"]
+        assert ratio == theirs["seconds"]["training"] / side["seconds"]["training"]
+
+
+def test_a_side_that_fails_on_a_gpu_leaves_the_others_their_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark = module("against_trl_gpu")
+    step = {"total": 2.0, "sampling": 1.0, "scoring": 0.0, "training": 1.0, "publishing": 0.0, "other": 0.0}
+    step |= {"tokens": 6.0, "prompt_tokens": 4.0}
+
+    def fresh_process(script: Path, arguments: list[str], **others: Any) -> dict[str, Any]:
+        asked = json.loads(arguments[0])
+        told = {"steps": [step, step], "start_seconds": 1.0}
+        if asked["engine"] == {"kind": "vllm"}:
+            raise RuntimeError("out of memory")
+        if asked["engine"] == "transformers":
+            # It had done two steps when its time was up.
+            Path(asked["progress"]).write_text(json.dumps(told))
+            raise RuntimeError("took longer than 600 s")
+        return told
+
+    monkeypatch.setattr(module("measure"), "fresh_process", fresh_process)
+    monkeypatch.setattr(module("against_trl"), "install_trl", lambda: None)
+    sides = smoke("against_trl_gpu", tmp_path / "r.json", "--only", *benchmark.SIDES)["sides"]
+    assert sides["strop-vllm"]["failed"] == "out of memory"
+    assert "seconds" not in sides["strop-vllm"]
+    assert sides["trl-transformers"]["failed"] == "took longer than 600 s"
+    for name in ("strop-local", "trl-vllm", "trl-transformers"):
+        assert sides[name]["tokens_per_second"] == 5.0
+
+
+def test_random_models_never_write_their_end_of_text_token_and_texts_come_back(tmp_path: Path) -> None:
+    from strop.config.model import ModelSettings
+    from strop.models.load import load_model
+
+    models = module("random_models")
+    models.write_model(tmp_path, "tiny", dtype="float32", context=64)
+    loaded = load_model(ModelSettings(path=str(tmp_path)), device="cpu", seed=0)
+    assert loaded.eos_ids == (models.EOS,)
+    prompts = models.prompts("tiny", [40, 3, 64, 1])
+    vocabulary = models.words(models.SHAPES["tiny"].vocabulary - models.FIRST)
+    for ids in prompts:
+        text = models.text_of(ids, vocabulary)
+        assert loaded.tokenizer(text)["input_ids"] == ids
+        assert loaded.tokenizer.decode(ids) == text
+        with torch.no_grad():
+            logprobs = torch.log_softmax(loaded.model(torch.tensor([ids])).logits, -1)
+        assert logprobs[..., models.EOS].max() < -models.BELOW / 2
+        others = logprobs[..., models.FIRST :]
+        assert others.min() > -4 - math.log(others.shape[-1])
 
 
 def supervised_job(method: str, folder: Path, **changes: Any) -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""What the benchmarks of one GPU share: its name, its memory, and waiting for it. Nothing of it needs a GPU."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+GIB = 2**30
+
+
+def name() -> str:
+    """Of the GPU, or of the processor where there is none."""
+    import torch
+    from measure import processor
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+
+
+def wait() -> None:
+    """Until the GPU has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def forget_peak() -> None:
+    """Start the peaks of `memory` anew."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def memory() -> dict[str, float]:
+    """GiB: peaks of what PyTorch has given out and of what it holds, and what is used of the GPU now, by anybody (as
+    nvidia-smi shows it). Empty without a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
+        "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 2),
+        "used_gib": round((total - free) / GIB, 2),
+    }
+
+
+def about() -> dict[str, Any]:
+    """Card, driver's CUDA and versions of what computes."""
+    import torch
+
+    found: dict[str, Any] = {"card": name(), "cuda": torch.version.cuda, "versions": {}}
+    for package in ("torch", "transformers", "vllm", "trl", "accelerate"):
+        try:
+            found["versions"][package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
