@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import against_trl
+import card
 import measure
 import random_models
 
@@ -43,7 +44,8 @@ PARTS = ("total", "sampling", "scoring", "training", "publishing", "other")
 @dataclass(frozen=True)
 class Job:
     """What all sides do. steps: those that are measured; one of warm-up comes before. batch_size: TRL's, for each pass.
-    memory: share of the GPU's memory that vLLM gets. context: longest prompt and completion."""
+    memory: share of the GPU's memory that vLLM gets. context: longest prompt and completion. max_sequences: that strop
+    decodes together; None is its default. TRL decodes all of a step together."""
 
     shape: str
     device: str
@@ -58,6 +60,7 @@ class Job:
     batch_size: int
     memory: float
     context: int
+    max_sequences: int | None
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -69,11 +72,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--steps", type=int, default=4, help="measured steps of each side")
     parser.add_argument("--prompts", type=int, default=64, help="of a step; each has eight completions")
     parser.add_argument("--batch-size", type=int, default=32, help="TRL's rows in a pass")
+    parser.add_argument("--max-sequences", type=int, help="decoded together by strop, if not its default")
     parser.add_argument("--limit", type=int, default=600, help="seconds for each side, its start included")
     parser.add_argument("--add", action="store_true", help="keep the sides that the file of results already has")
     options = parser.parse_args(argv)
     job = make_job(options)
-    numbers: dict[str, Any] = {"job": asdict(job), "sides": earlier(options, job) if options.add else {}}
+    numbers: dict[str, Any] = {"job": asdict(job), "sides": card.earlier(options, NAME, asdict(job))}
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         files = make_files(Path(folder), job)
@@ -103,19 +107,14 @@ def make_job(options: argparse.Namespace) -> Job:
     if options.smoke:
         small = {"prompts": 4, "prompt_tokens": 9, "new_tokens": 6, "steps": 1, "batch_size": 8, "context": 32}
         sizes |= {"shape": "tiny", "device": "cpu", "dtype": "float32"} | small
-    return Job(**sizes, group_size=8, learning_rate=1e-6, threads=options.threads, memory=0.3)
-
-
-def earlier(options: argparse.Namespace, job: Job) -> dict[str, Any]:
-    """Sides of the file of results, where it is of the same job."""
-    file = options.out or measure.RESULTS / f"{NAME}.json"
-    if not file.exists():
-        return {}
-    numbers = json.loads(file.read_text())["numbers"]
-    if numbers["job"] != asdict(job):
-        raise SystemExit(f"{file} is of another job: leave out --add, or name another --out")
-    sides: dict[str, Any] = numbers["sides"]
-    return sides
+    return Job(
+        **sizes,
+        group_size=8,
+        learning_rate=1e-6,
+        threads=options.threads,
+        memory=0.3,
+        max_sequences=options.max_sequences,
+    )
 
 
 def make_files(folder: Path, job: Job) -> dict[str, str]:
@@ -138,13 +137,15 @@ def run(side: str, job: Job, files: Mapping[str, str], limit: int) -> dict[str, 
     asked = {**asdict(job), **files, "engine": engine}
     if who == "strop":
         settings: dict[str, Any] = {"kind": engine}
+        if job.max_sequences is not None:
+            settings["max_sequences"] = job.max_sequences
         if engine == "vllm" and job.device != "cpu":
             settings["memory"] = job.memory
         asked["engine"] = settings
-    path: list[Path] = []
     progress = Path(files["progress"])
-    progress.unlink(missing_ok=True)
-    try:
+
+    def measured() -> dict[str, Any]:
+        path: list[Path] = []
         if who == "trl" and importlib.util.find_spec("trl") is None:
             against_trl.install_trl()
             path = [against_trl.FOLDER]
@@ -156,16 +157,16 @@ def run(side: str, job: Job, files: Mapping[str, str], limit: int) -> dict[str, 
             variables={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"},
             timeout=limit,
         )
-    except Exception as error:  # whatever it is, the other sides have numbers too
-        known: dict[str, Any] = json.loads(progress.read_text()) if progress.exists() else {}
-        return {**known, "failed": str(error)[-3000:]}
+
+    return card.attempted(measured, progress)
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians over the measured steps of all repeats, the peaks, and every step. The first step of a run is none."""
     found: dict[str, Any] = {"runs": list(runs)}
     if failures := [one["failed"] for one in runs if "failed" in one]:
-        found["failed"] = failures[0]
+        # The whole of it is with its run.
+        found["failed"] = failures[0].strip().splitlines()[-1]
     steps = [step for one in runs for step in one.get("steps", [])[1:]]
     if not steps:
         return found

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+
+import measure
 
 GIB = 2**30
 
@@ -11,9 +17,8 @@ GIB = 2**30
 def name() -> str:
     """Of the GPU, or of the processor where there is none."""
     import torch
-    from measure import processor
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else measure.processor()
 
 
 def wait() -> None:
@@ -58,3 +63,25 @@ def about() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def attempted(measured: Callable[[], dict[str, Any]], progress: Path) -> dict[str, Any]:
+    """What a side told; where it failed, what it had written to `progress` until then, and why it failed."""
+    progress.unlink(missing_ok=True)
+    try:
+        return measured()
+    except Exception as error:  # whatever it is, the other sides have numbers too
+        known: dict[str, Any] = json.loads(progress.read_text()) if progress.exists() else {}
+        return {**known, "failed": str(error)[-3000:]}
+
+
+def earlier(options: argparse.Namespace, name: str, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Sides that the file of results has already, where they are wanted and of the same job."""
+    file = options.out or measure.RESULTS / f"{name}.json"
+    if not options.add or not file.exists():
+        return {}
+    numbers = json.loads(file.read_text())["numbers"]
+    if numbers["job"] != job:
+        raise SystemExit(f"{file} is of another job: leave out --add, or name another --out")
+    sides: dict[str, Any] = numbers["sides"]
+    return sides

@@ -156,15 +156,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def write(name: str, numbers: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Print the numbers, and keep them with the command, the date, the versions and the processor."""
+def write(name: str, numbers: Mapping[str, Any], options: argparse.Namespace, *, script: str | None = None) -> None:
+    """Print the numbers, and keep them with the command, the date, the versions and the processor.
+
+    Args:
+        name: of the file of results. script: name of the script, if it is another.
+    """
     from strop.tracking.system import git_state
 
     if cores() < options.threads:
         print(f"WARNING: {options.threads} threads shared {cores()} core: not a measurement", file=sys.stderr)
     result = {
         "benchmark": name,
-        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{script or name}.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": processor(),
         "cores": cores(),

@@ -111,22 +111,25 @@ class Local:
         return asyncio.run(work())
 
 
-def generate(model: Any, prompts: Prompts, new_tokens: int) -> Any:
-    """[B, new_tokens] ids from transformers' `generate`, prompts padded on the left."""
+def generate(model: Any, prompts: Prompts, new_tokens: int, **others: Any) -> Any:
+    """[B, new_tokens] ids from `generated`."""
+    return generated(model, prompts, new_tokens, **others)[:, max(len(prompt) for prompt in prompts) :]
+
+
+def generated(model: Any, prompts: Prompts, new_tokens: int, **others: Any) -> Any:
+    """What transformers' `generate` returns, prompts padded on the left. others: of its settings."""
     import torch
     from transformers import GenerationConfig
 
     longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
     # None would be filled from the model's own settings.
     model.generation_config.eos_token_id = None
-    settings = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, use_cache=True
-    )
+    whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    settings = GenerationConfig(max_new_tokens=new_tokens, pad_token_id=0, use_cache=True, **whole, **others)
     with torch.no_grad():
-        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
-    return found[:, longest:]
+        return model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
 
 
 def compare(model: Any, tokenizer: Any, prompts: Prompts, options: argparse.Namespace) -> dict[str, Any]:

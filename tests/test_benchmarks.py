@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import json
 import math
@@ -35,11 +36,12 @@ def module(name: str) -> ModuleType:
     return import_module(name)
 
 
-def smoke(name: str, out: Path, *options: str) -> dict[str, Any]:
-    """Numbers of a smoke run, as its file has them."""
+def smoke(name: str, out: Path, *options: str, results: str | None = None) -> dict[str, Any]:
+    """Numbers of a smoke run, as its file has them. results: the file's own name, if it is not the script's."""
     module(name).main(["--smoke", "--threads=1", f"--out={out}", *options])
     result: dict[str, Any] = json.loads(out.read_text())
-    assert result["benchmark"] == name
+    assert result["benchmark"] == (results or name)
+    assert f"benchmarks/{name}.py" in result["command"]
     assert result["smoke"] is True
     assert result["versions"]["torch"] == torch.__version__
     numbers: dict[str, Any] = result["numbers"]
@@ -54,6 +56,38 @@ def test_sampling_gives_rates_and_the_trainers_logprobs(tmp_path: Path) -> None:
     for gap in numbers["agreement"].values():
         assert gap["tokens"] == numbers["sizes"]["sequences"] * numbers["sizes"]["new_tokens"]
         assert gap["mean"] < 1e-5
+
+
+def test_engines_are_timed_by_size_and_give_the_trainers_logprobs(tmp_path: Path) -> None:
+    asked = ["local", "generate", "generate-static"]
+    numbers = smoke("engines", tmp_path / "r.json", "--only", *asked, results="engines_gpu")
+    job = numbers["job"]
+    assert list(numbers["sides"]) == asked
+    for side in numbers["sides"].values():
+        assert "failed" not in side
+        [run] = side["runs"]
+        for size in job["sizes"]:
+            assert len(run["seconds"][str(size)]) == 1 + job["runs"]
+            rate = size * job["new_tokens"] / run["seconds"][str(size)][1]
+            assert side["tokens_per_second"][str(size)] == pytest.approx(rate)
+        assert side["distance"]["tokens"] == 16 * job["new_tokens"]
+        assert side["distance"]["max"] < 1e-4
+
+
+def test_the_distance_of_logprobs_is_told_from_that_of_bfloat16() -> None:
+    from strop.config.model import NewModel
+    from strop.models.create import create_model
+    from strop.models.forward import score_streams
+
+    model, _ = create_model(NewModel(hidden_size=32, layers=2, context=32), seed=0)
+    model.bfloat16()
+    tokens = [[5, 9, 4, 4], [8, 7, 6, 5]]
+    exact = [score_streams(copy.deepcopy(model).float(), [torch.tensor([3, *t]).numpy()])[0][1:] for t in tokens]
+    found = module("engines").distance(model, [[3], [3]], tokens, [one + 0.5 for one in exact])
+    assert found["engine_float32_mean"] == pytest.approx(0.5)
+    assert 0 < found["trainer_float32_mean"] < 0.1
+    assert 0.4 < found["mean"] < 0.6
+    assert found["tokens"] == 8
 
 
 def test_sandboxes_are_timed(tmp_path: Path) -> None:
