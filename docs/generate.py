@@ -1,4 +1,7 @@
-"""Writes `docs/configuration.md` from the schema: `python docs/generate.py`."""
+"""Writes what is generated of the pages: `python docs/generate.py`.
+
+That is `configuration.md`, from the schema, and in `performance.md` the section of `measured.py`, from results.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import measured
+
 from strop.config.explain import Place, describe, items_of, kinds_of, leaves, models_of, places
 
 PAGE = Path(__file__).parent / "configuration.md"
+MEASURED = Path(__file__).parent / "performance.md"
 HEAD = """# All keys of a recipe
 
 Written by `python docs/generate.py` from the schema; edit the docstrings in `src/strop/config/`, not this page.
@@ -67,3 +73,5 @@ def _cell(text: str) -> str:
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     print(f"{PAGE} written: {len(leaves())} keys")
+    MEASURED.write_text(measured.with_section(MEASURED.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"{MEASURED} written: its section on GPUs")

@@ -58,9 +58,19 @@ def test_sampling_gives_rates_and_the_trainers_logprobs(tmp_path: Path) -> None:
         assert gap["mean"] < 1e-5
 
 
-def test_engines_are_timed_by_size_and_give_the_trainers_logprobs(tmp_path: Path) -> None:
+def tables(results: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Rows of the tables that `docs/performance.md` would have of these results, by their first cells."""
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "docs"))
+    lines = [line for line in module("measured").section(results).splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_engines_are_timed_by_size_and_give_the_trainers_logprobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ["local", "generate", "generate-static"]
-    numbers = smoke("engines", tmp_path / "r.json", "--only", *asked, results="engines_gpu")
+    numbers = smoke("engines", tmp_path / "engines_gpu.json", "--only", *asked, results="engines_gpu")
     job = numbers["job"]
     assert list(numbers["sides"]) == asked
     for side in numbers["sides"].values():
@@ -72,6 +82,12 @@ def test_engines_are_timed_by_size_and_give_the_trainers_logprobs(tmp_path: Path
             assert side["tokens_per_second"][str(size)] == pytest.approx(rate)
         assert side["distance"]["tokens"] == 16 * job["new_tokens"]
         assert side["distance"]["max"] < 1e-4
+    rows = tables(tmp_path, monkeypatch)
+    assert list(rows[""])[:2] == [str(size) for size in job["sizes"]]
+    local = numbers["sides"]["local"]
+    assert rows["strop, `local`"][1] == f"{local['tokens_per_second']['1']:,.0f}"
+    assert rows["strop, `local`"][2] == f"{local['distance']['mean']:.2g}"
+    assert len(rows["strop, `local`"]) == len(rows[""]) == len(rows["transformers, `generate`"])
 
 
 def test_the_distance_of_logprobs_is_told_from_that_of_bfloat16() -> None:
@@ -260,8 +276,8 @@ def test_strops_side_of_a_grpo_step_splits_its_time(tmp_path: Path) -> None:
     assert math.isclose(summary["completions_per_minute"] * summary["seconds"]["total"], 60 * 12)
 
 
-def test_a_step_on_a_gpu_is_split_and_written_side_by_side(tmp_path: Path) -> None:
-    out = tmp_path / "r.json"
+def test_a_step_on_a_gpu_is_split_and_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "against_trl_gpu.json"
     numbers = smoke("against_trl_gpu", out, "--only", "strop-local")
     job, side = numbers["job"], numbers["sides"]["strop-local"]
     completions = job["prompts"] * job["group_size"]
@@ -275,6 +291,7 @@ def test_a_step_on_a_gpu_is_split_and_written_side_by_side(tmp_path: Path) -> No
             step["total"], sum(step[part] for part in ("sampling", "scoring", "training", "publishing", "other"))
         )
     assert side["seconds"]["total"] == steps[1]["total"]
+    assert tables(tmp_path, monkeypatch)["measured steps"] == [str(job["steps"])]
     if importlib.util.find_spec("trl") is not None:
         numbers = smoke("against_trl_gpu", out, "--add", "--only", "trl-transformers")
         assert numbers["sides"]["strop-local"] == side
@@ -304,12 +321,17 @@ def test_a_side_that_fails_on_a_gpu_leaves_the_others_their_numbers(
 
     monkeypatch.setattr(module("measure"), "fresh_process", fresh_process)
     monkeypatch.setattr(module("against_trl"), "install_trl", lambda: None)
-    sides = smoke("against_trl_gpu", tmp_path / "r.json", "--only", *benchmark.SIDES)["sides"]
+    sides = smoke("against_trl_gpu", tmp_path / "against_trl_gpu.json", "--only", *benchmark.SIDES)["sides"]
     assert sides["strop-vllm"]["failed"] == "out of memory"
     assert "seconds" not in sides["strop-vllm"]
     assert sides["trl-transformers"]["failed"] == "took longer than 600 s"
     for name in ("strop-local", "trl-vllm", "trl-transformers"):
         assert sides[name]["tokens_per_second"] == 5.0
+    rows = tables(tmp_path, monkeypatch)
+    assert rows[""] == ["strop, `local`", "TRL, vLLM", "TRL, `generate`"]
+    assert rows["whole step"] == ["2"] * 3
+    assert rows["tokens/s, prompts too"] == ["5"] * 3
+    assert rows["used of the card at the end of a step, GiB"] == ["–"] * 3
 
 
 def test_random_models_never_write_their_end_of_text_token_and_texts_come_back(tmp_path: Path) -> None:

@@ -61,16 +61,33 @@ def sentences(path: Path) -> list[str]:
     return found
 
 
-def test_the_page_of_all_keys_is_current() -> None:
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`docs/generate.py`, which finds the modules beside it."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_all_keys_is_current(generate: Any) -> None:
     page = generate.page()
     assert generate.PAGE.read_text(encoding="utf-8") == page, "run: python docs/generate.py"
     for leaf in keys.leaves():
         assert f"| `{leaf.path}` |" in page
+
+
+def test_what_was_measured_on_gpus_is_current(generate: Any) -> None:
+    page = generate.MEASURED.read_text(encoding="utf-8")
+    assert generate.measured.with_section(page) == page, "run: python docs/generate.py"
+    for name in generate.measured.TABLES:
+        there = (generate.measured.RESULTS / f"{name}.json").exists()
+        assert (f"benchmarks/results/{name}.json`)." in page) == there
+    with pytest.raises(ValueError, match="needs the lines"):
+        generate.measured.with_section("# A page without a place for it")
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
