@@ -334,6 +334,49 @@ def test_a_side_that_fails_on_a_gpu_leaves_the_others_their_numbers(
     assert rows["used of the card at the end of a step, GiB"] == ["–"] * 3
 
 
+def test_trls_step_on_a_gpu_tells_weights_on_their_way_from_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module("trl_side").time, "perf_counter", lambda: now[0])
+
+    def takes(seconds: float, result: Any = None) -> Any:
+        now[0] += seconds
+        return result
+
+    clock = module("against_trl_gpu_trl_side").CardClock(tmp_path / "progress.json")
+    publish = clock.timed("publishing", lambda: takes(1.0))
+    sample = clock.sampling(lambda prompts: takes(4.0, publish() or ([[7, 8, 9]] * 2, None)))
+    rollout = clock.timed("rollout", lambda: takes(2.0, sample([[5, 6]] * 2)))
+    clock.begin()
+    for _ in range(2):
+        rollout()
+        takes(8.0)
+        clock.end_step()
+    told = json.loads((tmp_path / "progress.json").read_text())
+    assert told["card"]
+    assert told["steps"] == clock.steps
+    for step in clock.steps:
+        assert step["total"] == 15.0
+        assert [step[part] for part in ("publishing", "sampling", "scoring", "training")] == [1.0, 4.0, 2.0, 8.0]
+        assert (step["tokens"], step["prompt_tokens"]) == (6.0, 4.0)
+
+
+def test_both_sides_know_the_settings_of_a_gpu() -> None:
+    benchmark = module("against_trl_gpu")
+    options = {"shape": "qwen3-0.6b", "prompts": 64, "steps": 4, "batch_size": 32, "threads": 8, "max_sequences": 512}
+    job = asdict(benchmark.make_job(argparse.Namespace(smoke=False, **options)))
+    engine = {"kind": "vllm", "memory": 0.3, "max_sequences": 512}
+    config = module("strop_side").recipe({**job, "model": "m", "data": "d", "engine": engine}, "runs")
+    assert (config.hardware.device, config.model.dtype) == ("cuda", "bfloat16")
+    assert (config.rollout.engine.kind, config.rollout.engine.max_sequences) == ("vllm", 512)
+    settings = module("against_trl_gpu_trl_side").settings({**job, "engine": "vllm"})
+    assert settings["bf16"]
+    assert settings["vllm_max_model_length"] >= job["prompt_tokens"] + job["new_tokens"]
+    trl = pytest.importorskip("trl")
+    assert settings.keys() <= trl.GRPOConfig.__dataclass_fields__.keys()
+
+
 def test_random_models_never_write_their_end_of_text_token_and_texts_come_back(tmp_path: Path) -> None:
     from strop.config.model import ModelSettings
     from strop.models.load import load_model
