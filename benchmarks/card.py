@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -53,15 +55,15 @@ def memory() -> dict[str, float]:
 
 
 def about() -> dict[str, Any]:
-    """Card, driver's CUDA and versions of what computes."""
+    """Card, PyTorch's CUDA and versions of what computes."""
     import torch
 
     found: dict[str, Any] = {"card": name(), "cuda": torch.version.cuda, "versions": {}}
     for package in ("torch", "transformers", "vllm", "trl", "accelerate"):
-        try:
-            found["versions"][package] = version(package)
-        except PackageNotFoundError:
-            continue
+        # Some lie in a folder without what a package manager writes beside them.
+        own = getattr(sys.modules.get(package), "__version__", None)
+        with suppress(PackageNotFoundError):
+            found["versions"][package] = own or version(package)
     return found
 
 

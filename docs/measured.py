@@ -6,6 +6,7 @@ A benchmark that is still to be run has no file, and gets no table. For another 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def steps_against_trl(result: Result) -> Iterator[str]:
     numbers = result["numbers"]
     job, sides = numbers["job"], {name: numbers["sides"][name] for name in SIDES if name in numbers["sides"]}
     done = {name: side for name, side in sides.items() if "seconds" in side}
-    yield f"A whole GRPO step of strop and of TRL, `{result['command']}`:"
+    yield f"A whole GRPO step of strop and of TRL, `{_command(result)}`:"
     yield (
         f"{job['shape']} with random weights, {job['dtype']}, {job['prompts']} prompts of {job['prompt_tokens']} "
         f"tokens, {job['group_size']} completions of {job['new_tokens']} tokens each; medians, in seconds."
@@ -87,7 +88,7 @@ def steps_against_trl(result: Result) -> Iterator[str]:
         theirs, ours = pair.split(" / ")
         yield f"{SIDES[theirs]} takes {ratio['total']:.2f} times as long as {SIDES[ours]}."
     yield from _failures(sides, SIDES)
-    yield _where(result, _card(sides))
+    yield _where_of(result, sides)
 
 
 def engines(result: Result) -> Iterator[str]:
@@ -95,7 +96,7 @@ def engines(result: Result) -> Iterator[str]:
     numbers = result["numbers"]
     job, sides = numbers["job"], {name: numbers["sides"][name] for name in ENGINES if name in numbers["sides"]}
     sizes = [str(size) for size in job["sizes"]]
-    yield f"Sampling, `{result['command']}`:"
+    yield f"Sampling, `{_command(result)}`:"
     yield (
         f"{job['shape']} with random weights, {job['dtype']}, prompts of {job['prompt_tokens']} tokens, "
         f"{job['new_tokens']} new ones each; completion tokens a second, by how many sequences are sampled together. "
@@ -113,7 +114,7 @@ def engines(result: Result) -> Iterator[str]:
     if exact:
         yield f"The trainer's own distance to float32 is {_number(exact[0])}."
     yield from _failures(sides, ENGINES)
-    yield _where(result, _card(sides))
+    yield _where_of(result, sides)
 
 
 def publishing(result: Result) -> Iterator[str]:
@@ -185,12 +186,22 @@ def _failures(sides: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[st
             yield f"{names[name]} did not get to its end: {side['failed'][:200]}"
 
 
-def _card(sides: Mapping[str, Any]) -> str:
-    """The card of the first side that got far enough to say."""
-    return next((run["card"] for side in sides.values() for run in side["runs"] if "card" in run), "an unknown card")
+def _command(result: Result) -> str:
+    """Less what does not change a number. Sides may come from several runs, and the table shows which there are."""
+    return re.sub(r" --(?:out|only|limit)(?:[ =][^-\s]\S*)+| --add", "", result["command"])
 
 
-def _where(result: Result, card: str) -> str:
-    versions = result["versions"]
+def _where_of(result: Result, sides: Mapping[str, Any]) -> str:
+    """`_where`, by what the processes of the sides said of themselves; one that failed may not have."""
+    runs = [run for side in sides.values() for run in side["runs"]]
+    card = next((run["card"] for run in runs if "card" in run), "an unknown card")
+    return _where(result, card, *(run.get("versions", {}) for run in runs))
+
+
+def _where(result: Result, card: str, *told: Mapping[str, str]) -> str:
+    """Card, date and versions. told: versions that processes of their own found."""
+    versions = dict(result["versions"])
+    for one in told:
+        versions |= one
     known = [f"{name} {versions[name]}" for name in ("torch", "transformers", "vllm", "trl") if name in versions]
     return f"{card}, {result['date'][:10]}, {', '.join(known)}"

@@ -331,7 +331,16 @@ def test_a_side_that_fails_on_a_gpu_leaves_the_others_their_numbers(
     assert rows[""] == ["strop, `local`", "TRL, vLLM", "TRL, `generate`"]
     assert rows["whole step"] == ["2"] * 3
     assert rows["tokens/s, prompts too"] == ["5"] * 3
+    page = module("measured").section(tmp_path)
+    assert "strop, vLLM did not get to its end: out of memory" in page
+    assert "TRL, vLLM takes 1.00 times as long as strop, `local`." in page
     assert rows["used of the card at the end of a step, GiB"] == ["–"] * 3
+
+
+def test_the_page_shows_commands_without_what_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "docs"))
+    given = "python benchmarks/engines.py --only local vllm --runs 2 --add --out=/a/b.json --limit 500 --sizes 64 1"
+    assert module("measured")._command({"command": given}) == "python benchmarks/engines.py --runs 2 --sizes 64 1"
 
 
 def test_trls_step_on_a_gpu_tells_weights_on_their_way_from_sampling(
