@@ -120,6 +120,7 @@ def observe(data: dict[str, Any], capture: Callable[[], str] = lambda: "") -> Se
             error = problem
     parts: dict[str, Any] = {"outcome": "finished" if error is None else str(error), **counts}
     parts["threads"] = torch.get_num_threads()
+    parts["deterministic"] = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(threads)
     parts["callers"] = tiny_rewards.STATE.get("peak", 0)
     parts["requests"] = tiny_rewards.STATE.get("requests", 0)
@@ -173,13 +174,13 @@ def counted() -> Iterator[dict[str, Any]]:
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
     from strop.models import logprobs
+    from strop.models.blocks import ChangedBlocks
     from strop.rewards import client
     from strop.rewards.calls import Crew
     from strop.rewards.process import Worker
     from strop.rollout.engines import packed_linear
     from strop.sandbox.pool import Pool
     from strop.training.background import Background
-    from strop.training.compiling import CompiledBlocks
 
     counts: dict[str, Any] = {
         "passes": [],
@@ -209,6 +210,12 @@ def counted() -> Iterator[dict[str, Any]]:
             return function(*arguments, **keywords)
 
         return counting
+
+    used = ChangedBlocks.used
+
+    def noting_used(self: Any) -> Any:
+        counts["compiled"] += self.compiled
+        return used(self)
 
     def note(seconds: float) -> None:
         counts["timeouts"] = sorted({*counts["timeouts"], seconds})
@@ -245,7 +252,7 @@ def counted() -> Iterator[dict[str, Any]]:
         mock.patch.object(logprobs, "_logits", count("logits", logits)),
         mock.patch.object(packed_linear, "packed_product", count("packed", product)),
         mock.patch.object(Background, "start", count("behind", Background.start)),
-        mock.patch.object(CompiledBlocks, "used", count("compiled", CompiledBlocks.used)),
+        mock.patch.object(ChangedBlocks, "used", noting_used),
     ):
         yield counts
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from strop.config.model import LoraConfig
 from strop.errors import ModelError
-from strop.models import attention
+from strop.models import attention_padded
 from strop.models.attention import running
+from strop.models.blocks import ChangedBlocks
 from strop.models.forward import check_forward, packed_inputs, packed_logprobs, score_streams
 from strop.models.layout import pack
 from strop.models.load import add_lora
@@ -76,7 +77,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"])
 @pytest.mark.parametrize("alone_from", [512, 6], ids=["together", "long-streams-alone"])
 def test_packed_equals_unpacked(family: str, alone_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "ALONE_ON_CPU", alone_from)
+    monkeypatch.setattr(attention_padded, "ALONE_ON_CPU", alone_from)
     model = tiny(family)
     group = streams_of([4, 9, 2, 6])
     prompt = streams_of([7], seed=1)[0]
@@ -141,17 +142,23 @@ def test_model_is_plain_outside_a_pass() -> None:
     assert "strop" not in str(model.config.to_dict())
 
 
-def test_recomputed_blocks_keep_the_plan() -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize("recompute", [True, "keep_attention"])
+def test_recomputed_blocks_give_the_same_gradients(family: str, recompute: bool | str) -> None:
+    model = tiny(family)
     streams = streams_of([6, 11, 3])
     inputs = packed_inputs(pack(streams), [np.arange(len(s)) > 0 for s in streams], torch.device("cpu"))
     with running(model, inputs.attention):
         packed_logprobs(model, inputs)[0].sum().backward()
     expected = gradients(model)
-    model.gradient_checkpointing_enable()
-    model.train()
-    with running(model, inputs.attention):
-        packed_logprobs(model, inputs)[0].sum().backward()
+    blocks = ChangedBlocks(model, compiled=False, recompute=recompute)
+    kept: list[int] = []
+    with running(model, inputs.attention), blocks.used():
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+            logprobs = packed_logprobs(model, inputs)[0]
+        logprobs.sum().backward()
+    # One input of each of the two blocks, and what lies outside of them.
+    assert len(kept) < 25
     for name, gradient in gradients(model).items():
         assert torch.equal(gradient, expected[name]), name
 

@@ -1040,6 +1040,7 @@ TABLE: dict[str, Case] = {
     "run.folder": Case("elsewhere", "folder", steady=True),
     "hardware.device": Case("cuda" if torch.backends.mps.is_available() else "mps", "refused", says="hardware.device"),
     "hardware.threads": Case(2, "threads", steady=True),
+    "hardware.deterministic": Case(False, "deterministic", steady=True),
 }  # fmt: skip
 
 

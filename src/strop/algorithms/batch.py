@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -94,7 +95,9 @@ class TokenBatch:
 
     def to(self, device: torch.device) -> TokenBatch:
         """The same batch on another device."""
-        moved = {
-            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), torch.Tensor)
-        }
-        return replace(self, **moved, extra={name: value.to(device) for name, value in self.extra.items()})
+        return self.mapped(lambda value: value.to(device))
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:
+        """The same batch with a function applied to each of its tensors."""
+        parts = {f.name: function(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        return replace(self, **parts, extra={name: function(value) for name, value in self.extra.items()})

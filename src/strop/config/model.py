@@ -16,6 +16,9 @@ from strop.config.base import (
     StrictModel,
 )
 
+Recompute = bool | Literal["keep_attention"]
+"""Which activations of a block are computed again in the backward pass: none, all, or all but attention's results."""
+
 
 class NewModel(StrictModel):
     """A small Llama-shaped model with random weights and a character tokenizer, made on the spot."""
@@ -124,8 +127,11 @@ class ModelSettings(StrictModel):
     Under bfloat16 the optimizer keeps float32 masters."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights; the reference policy is then the model with adapters off."""
-    activation_checkpointing: bool = False
-    """Recompute each block's activations in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: Recompute | Auto = "auto"
+    """Recompute each block's activations in the backward pass: less memory, and up to a third more time.
+    `keep_attention` computes all again but the results of attention, the dearest part of long sequences (on GPUs in
+    bfloat16; elsewhere it is the same as `true`). `auto` is the first of false, `keep_attention` and true with which
+    the longest sequence fits the memory."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model's folder."""
 

@@ -50,8 +50,8 @@ class EngineSettings(StrictModel):
     """Of `vllm` on a GPU: share of its memory for weights, keys and values, and workspace. `auto` is 0.3 where the
     trainer is on the same GPU, and 0.85 where it is not."""
     eager: bool | Auto = "auto"
-    """Of `vllm`: neither compile the model nor capture CUDA graphs. It starts sooner and samples slower. `auto` does
-    so on a CPU."""
+    """Of `local` and `vllm`: neither compile the model nor capture CUDA graphs. It starts sooner and samples slower.
+    `auto` does so on a CPU; on a GPU `vllm` does both then, and `local` captures graphs but compiles nothing."""
     prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
     change."""

@@ -122,3 +122,6 @@ class HardwareSettings(StrictModel):
     """Where the model lives; `auto` takes a CUDA card, else Apple's GPU, else the CPU."""
     threads: PositiveInt | Auto = "auto"
     """CPU threads of torch; `auto` is one for each core the process may use."""
+    deterministic: bool | Auto = "auto"
+    """Compute the same bits again, so that a run that was killed and goes on ends with the same parameters. `auto` is
+    true on a CPU, where it costs nothing, and false on a GPU, where the fastest kernels add up in any order."""

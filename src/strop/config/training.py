@@ -64,7 +64,7 @@ class TrainingSettings(StrictModel):
     compile: bool = False
     """Compile the blocks of the model by torch.compile for the trainer's passes, all but attention; the engine samples
     as it does without. The first passes take a minute or more, which pays in long runs, or not at all: measure it
-    (docs/performance.md). Not with `cluster.trainer.tensor`, nor `model.activation_checkpointing`."""
+    (docs/performance.md). Not with `cluster.trainer.tensor`."""
 
 
 class CriticSettings(StrictModel):

@@ -16,11 +16,11 @@ from strop.data.curriculum import Curriculum
 from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
-from strop.errors import UserError
 from strop.loops.algorithm import demands_of
 from strop.loops.engine_choices import engine_memory
 from strop.loops.prepare import Prepared
 from strop.loops.step_batch import has_spread
+from strop.models.blocks import check_compiler
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
 from strop.models.scalar import value_head, with_scalar_head
@@ -37,7 +37,6 @@ from strop.rollout.player import Player
 from strop.rollout.recorded import RecordedCollector
 from strop.rollout.world import World
 from strop.tracking.atomic import replacing
-from strop.training.compiling import check_compiler
 from strop.training.parallel.ranks import Alone
 from strop.training.single import SingleDeviceTrainer
 
@@ -98,12 +97,6 @@ def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
     """
     config, hardware = prepared.config, prepared.hardware
     if config.training.compile:
-        if config.model.activation_checkpointing:
-            raise UserError(
-                "torch does not compile what it recomputes, so with activation checkpointing nothing would be compiled",
-                where="training.compile",
-                mend="set it to false, or model.activation_checkpointing",
-            )
         check_compiler(hardware.device)
     loaded = load_model(config.model, device=hardware.device, dtype=hardware.dtype, seed=config.run.seed)
     check_forward(loaded.model, vocabulary=int(loaded.model.get_output_embeddings().weight.shape[0]))
@@ -138,7 +131,7 @@ def make_trainer(
         parts=config.training.mini_batches if reinforcement else 1,
         epochs=config.training.epochs if reinforcement else 1,
         reference=reinforcement and prepared.needs_reference,
-        recompute=config.model.activation_checkpointing,
+        recompute=roles.sizes.recompute,
         compiled=config.training.compile,
         value_head=value_head(roles.model) if shared else None,
         value_rate=config.critic.optimizer.learning_rate if shared else None,
@@ -165,7 +158,7 @@ def make_supervised_trainer(
         budget=roles.sizes.tokens_per_micro_batch,
         chunk=config.training.logprob_chunk,
         reference=reference,
-        recompute=config.model.activation_checkpointing,
+        recompute=roles.sizes.recompute,
         compiled=config.training.compile,
         head="score" if scalar else "logprobs",
         neftune_alpha=config.supervised.neftune_alpha or 0.0,
@@ -188,6 +181,8 @@ def make_engine(prepared: Chosen, roles: Roles) -> Engine:
         max_sequences=roles.sizes.max_sequences,
         prefill_tokens=settings.prefill_tokens,
         pack_weights=None if settings.pack_weights == "auto" else settings.pack_weights,
+        graphs=settings.eager is not True,
+        compiled=settings.eager is False,
     )
 
 

@@ -425,7 +425,9 @@ class BaseRun(ABC):
 def settle(prepared: Any) -> None:
     """Threads, determinism and seeds: what has to be the same before the first number is computed."""
     torch.set_num_threads(prepared.hardware.threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    asked = prepared.config.hardware.deterministic
+    deterministic = prepared.hardware.device.type == "cpu" if asked == "auto" else asked
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False
     set_seed(prepared.config.run.seed)

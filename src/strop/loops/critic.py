@@ -42,7 +42,7 @@ class Critic:
             budget=roles.sizes.tokens_per_micro_batch,
             parts=training.mini_batches,
             epochs=training.epochs,
-            recompute=config.model.activation_checkpointing,
+            recompute=roles.sizes.recompute,
             compiled=training.compile,
             head="value",
             ranks=ranks,

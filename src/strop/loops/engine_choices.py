@@ -11,7 +11,7 @@ from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.spread import colocated
 
 KNOWN = {
-    "local": ("max_sequences", "prefill_tokens", "pack_weights"),
+    "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager"),
     "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "prefix_caching"),
     "sglang": ("server",),
     "openai": ("server",),
@@ -70,6 +70,13 @@ def check_engine(config: Config, device: str) -> None:
         raise ConfigError(idle)
     if served(config) and importlib.util.find_spec("aiohttp") is None:
         raise MissingExtra("aiohttp", extra="servers", needed_for=f"`rollout.engine.kind: {engine.kind}`")
+    if engine.kind == "local" and engine.eager is False and device != "cuda":
+        where = "rollout.engine.eager"
+        raise UserError(
+            f"`{where}: false` compiles for a GPU and captures its graphs, and the model is on {device}",
+            where=where,
+            mend="remove the line",
+        )
     if engine.kind != "vllm" or config.supervised is not None:
         return
     if importlib.util.find_spec("vllm") is None:

@@ -1,11 +1,11 @@
-"""What an adapter adds to the weight it sits on."""
+"""What an adapter adds to the weight it sits on, and the number format that it computes in."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _FACTORS = ("lora_A", "lora_B", "lora_E")
 
@@ -43,3 +43,26 @@ def adapter_delta(layer: Any, adapter: str, weight: Tensor) -> Tensor:
         whole = plain + delta
         delta = (magnitude / torch.linalg.norm(whole, dim=1))[:, None] * whole - plain
     return delta.T if layer.fan_in_fan_out else delta
+
+
+def compute_like_inputs(model: nn.Module) -> None:
+    """Let the float32 adapters of linear layers compute in the number format of their inputs, as the weights do.
+
+    peft turns the inputs and the results of each layer into float32 instead, which under bfloat16 costs more time than
+    the adapters do.
+    """
+    from peft.tuners.lora import Linear
+
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.cast_input_dtype_enabled = False
+            for factor in (*layer.lora_A.values(), *layer.lora_B.values()):
+                factor.__class__ = LikeInput
+
+
+class LikeInput(nn.Linear):
+    """A linear layer that computes in the number format of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return nn.functional.linear(input, self.weight.to(input.dtype), bias)

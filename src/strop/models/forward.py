@@ -14,6 +14,7 @@ from strop.errors import ModelError
 from strop.models.attention import PackedAttention, check_supported, running
 from strop.models.layout import PackedStreams, pack
 from strop.models.logprobs import Entropy, Vocabulary, linear_logprobs, output_head
+from strop.models.moving import moved
 from strop.models.topk_logprobs import linear_topk_logprobs
 
 
@@ -60,7 +61,7 @@ def packed_inputs(packed: PackedStreams, wanted: Sequence[np.ndarray], device: t
         own.append(places[at])
 
     def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+        return moved(torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)), device)
 
     return PackedInputs(
         input_ids=tensor(packed.layout.input_ids)[None],

@@ -209,6 +209,7 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int, *, updates
     import peft
     import torch
 
+    from strop.models.adapters import compute_like_inputs
     from strop.models.adaptive import adaptive_config
 
     training = model.training
@@ -239,6 +240,8 @@ def add_lora(model: PreTrainedModel, settings: LoraConfig, seed: int, *, updates
         adapted.get_base_model().score.requires_grad_(True)
     if settings.dora:
         _measure_rows(adapted)
+    elif settings.adaptive is None:
+        compute_like_inputs(adapted)
     return adapted.train(training)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -187,6 +188,9 @@ class HeadGradients:
         if self._of_weight is not None:
             if self._of_weight.dtype == grad.dtype:
                 self._of_weight.addmm_(grad.t(), self._hidden[span])
+            elif grad.is_cuda:
+                # The sum in float32 inside the product, which saves a pass over all of it.
+                torch.addmm(self._of_weight, grad.t(), self._hidden[span], out_dtype=torch.float32, out=self._of_weight)
             else:
                 self._of_weight += grad.t() @ self._hidden[span]
         if self._of_bias is not None:
@@ -252,9 +256,20 @@ def linear_logprobs(
     # Equal chunks: a last chunk of a few rows would pay for a whole pass over the head.
     pieces = max(1, -(-hidden.shape[0] // chunk))
     size = max(1, -(-hidden.shape[0] // pieces))
+    if hidden.is_cuda and softcap is None and vocabulary is None and _has_triton():
+        from strop.models.logprobs_fused import FusedLogprobs
+
+        return FusedLogprobs.apply(hidden, weight, bias, targets, temperature, size, entropy, hits, even)
     return _LinearLogprobs.apply(
         hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits, even, vocabulary)
     )
+
+
+@cache
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
 
 
 def output_head(model: nn.Module) -> tuple[Tensor, Tensor | None, float | None]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
+from strop.config.model import Recompute
 from strop.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,10 +33,11 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens_per_micro_batch and max_sequences, with the reasons."""
+    """tokens_per_micro_batch, max_sequences and what the trainer recomputes, with the reasons."""
 
     tokens_per_micro_batch: int
     max_sequences: int
+    recompute: Recompute
     reasons: tuple[str, ...]
 
 
@@ -81,13 +83,16 @@ def _machine_memory(psutil: Any) -> int:
     return total
 
 
-def activation_bytes(model_config: Any, *, item: int, recompute: bool) -> int:
+def activation_bytes(model_config: Any, *, item: int, recompute: Recompute) -> int:
     """Bytes of activations that one token keeps for the backward pass, all blocks together.
 
     Counted for a Llama block: two norms, three projections with rotated copies, attention, gate, up, their product and
-    the residuals; with recomputation only the input of each block.
+    the residuals; with recomputation only the input of each block, and attention's results where they are kept.
     """
     layers, hidden = model_config.num_hidden_layers, model_config.hidden_size
+    if recompute == "keep_attention":
+        heads = model_config.num_attention_heads
+        return int(layers * item * (hidden + heads * (getattr(model_config, "head_dim", None) or hidden // heads)))
     if recompute:
         return int(layers * hidden * item)
     inner = getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None) or 4 * hidden
@@ -113,10 +118,24 @@ def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -
     item = hardware.dtype.itemsize
     reasons = []
     budget = config.training.tokens_per_micro_batch
+    most = _most_tokens(hardware.device.type, sampled=config.supervised is None)
+    asked = config.model.activation_checkpointing
+    if asked == "auto":
+        # What must fit: a pass of the size that was asked for, or the longest sequence, which has a pass of its own.
+        needed = max(longest, min(most, 4096) if budget == "auto" else budget)
+        half = hardware.device.type == "cuda" and item == 2
+        choices: list[Recompute] = [False, "keep_attention", True] if half else [False, True]
+        room = hardware.memory * 0.25
+        fitting = (c for c in choices if activation_bytes(text, item=item, recompute=c) * needed <= room)
+        recompute = next(fitting, True)
+        if recompute:
+            kept = " but the results of attention" if recompute == "keep_attention" else ""
+            reasons.append(f"activations{kept} are recomputed, so that {needed} tokens fit")
+    else:
+        recompute = asked
     if budget == "auto":
-        each = activation_bytes(text, item=item, recompute=config.model.activation_checkpointing)
+        each = activation_bytes(text, item=item, recompute=recompute)
         fits = int(hardware.memory * 0.25 / each)
-        most = _most_tokens(hardware.device.type, sampled=config.supervised is None)
         budget = max(min(fits, most) // 256 * 256, 256)
         reasons.append(f"{budget} tokens in a micro-batch ({each / 1024:.0f} KiB of activations a token)")
     rows = config.rollout.engine.max_sequences
@@ -127,4 +146,4 @@ def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -
         rows = max(1, min(256, int(hardware.memory * 0.25 / cached)))
         if config.supervised is None and (config.offline is None or config.data.eval is not None):
             reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
-    return Sizes(budget, rows, tuple(reasons))
+    return Sizes(budget, rows, recompute, tuple(reasons))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from strop.algorithms.batch import TokenBatch
 from strop.models.forward import PackedInputs, packed_inputs
 from strop.models.layout import LEAST_SHARED, common_prefix, pack, padded
+from strop.models.moving import moved
 
 
 class Stream(Protocol):
@@ -77,6 +79,19 @@ class MicroBatch:
         return values.new_zeros((self.batch.input_ids.shape[0], *values.shape[1:])).index_put((self.trained,), values)
 
 
+class Passes(Sequence[MicroBatch]):
+    """Micro-batches, each of which is laid out when it is asked for: while a GPU still computes the one before."""
+
+    def __init__(self, made: Sequence[Callable[[], MicroBatch]]) -> None:
+        self.made = made
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, at: Any) -> Any:
+        return Passes(self.made[at]) if isinstance(at, slice) else self.made[at]()
+
+
 def mini_batches(batch: TokenBatch, parts: int) -> list[Tensor]:
     """Divide sequences into `parts` by whole prompts, in order; [n] indices each. Fewer parts if prompts are fewer."""
     _, order = torch.unique(batch.group_ids if batch.prompt_ids is None else batch.prompt_ids, return_inverse=True)
@@ -95,7 +110,7 @@ def micro_batches(
     whole_groups: bool = False,
     share: bool = True,
     multiple: int = 1,
-) -> list[MicroBatch]:
+) -> Passes:
     """Cut a mini-batch into passes of at most `budget` packed tokens; what streams begin with alike is counted once.
 
     A sequence that alone is longer than the budget gets a pass of its own: nothing is cut or left out. With
@@ -104,7 +119,7 @@ def micro_batches(
     tokens.
     """
     if not batch.sequences:
-        return []
+        return Passes([])
     edges = np.concatenate([[0], np.cumsum(batch.lengths().numpy())])
     ids, mask = batch.input_ids.numpy(), batch.loss_mask.numpy()
     streams = [ids[a:b] for a, b in pairwise(edges)]
@@ -125,7 +140,7 @@ def micro_batches(
             chosen.append([])
             used = alone
         chosen[-1] += unit
-    return [_micro_batch(batch, part, streams, masks, heads, device, multiple) for part in chosen]
+    return Passes([partial(_micro_batch, batch, part, streams, masks, heads, device, multiple) for part in chosen])
 
 
 def _units(batch: TokenBatch, whole_groups: bool) -> list[list[int]]:
@@ -159,12 +174,12 @@ def _micro_batch(
 ) -> MicroBatch:
     packed = padded(pack([streams[at] for at in part], [heads[at] for at in part]), multiple)
     sequences = torch.tensor(part)
-    cut = batch.select(sequences).to(device)
+    cut = batch.select(sequences)
     return MicroBatch(
         sequences=sequences,
-        batch=cut,
+        batch=cut.mapped(lambda value: moved(value, device)),
         inputs=packed_inputs(packed, [masks[at] for at in part], device),
-        trained=torch.nonzero(cut.loss_mask)[:, 0],
+        trained=moved(torch.nonzero(cut.loss_mask)[:, 0], device),
     )
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,16 +16,17 @@ from torch import Tensor, nn
 
 from strop.algorithms.base import LossTerms, Objective
 from strop.algorithms.batch import TokenBatch
+from strop.config.model import Recompute
 from strop.config.training import OptimizerSettings
 from strop.models.adaptive import adaptive_ranks
 from strop.models.attention import Plan, running
+from strop.models.blocks import ChangedBlocks
 from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
 from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
 from strop.models.scalar import packed_scores
-from strop.training.batching import MicroBatch, filler, micro_batches, mini_batches
-from strop.training.compiling import CompiledBlocks
+from strop.training.batching import MicroBatch, Passes, filler, micro_batches, mini_batches
 from strop.training.optimizer import MasterOptimizer
 from strop.training.parallel.ranks import Alone, Whole
 from strop.training.protocol import Role
@@ -61,7 +63,7 @@ class SingleDeviceTrainer:
         budget: packed tokens in one forward and backward pass. chunk: rows whose logits exist at a time.
         parts, epochs: mini-batches of a step and passes over it.
         reference: keep a frozen copy of the model as it is now; not needed with adapters, which are switched off.
-        recompute: recompute the blocks' activations in the backward pass. compiled: see `training/compiling.py`.
+        recompute, compiled: how the blocks are computed, see `models/blocks.py`.
         head: what the model gives for a trained token: its log-probability, or for a model with a scalar head
             (`models/scalar.py`) the number at the token itself ("score") or at the one before it ("value").
         neftune_alpha: size of the noise on the embeddings while training (`models/neftune.py`); the batches then have
@@ -85,7 +87,7 @@ class SingleDeviceTrainer:
         parts: int = 1,
         epochs: int = 1,
         reference: bool = False,
-        recompute: bool = False,
+        recompute: Recompute = False,
         compiled: bool = False,
         head: Head = "logprobs",
         neftune_alpha: float = 0.0,
@@ -108,18 +110,14 @@ class SingleDeviceTrainer:
         self._reference: Whole | None = None
         if reference and not self._adapters:
             self._reference = self._ranks_of.divide(copy.deepcopy(model).requires_grad_(False).eval())
-        self._recompute = recompute
-        if recompute:
-            # Older versions of transformers know the second name only, and newer ones warn of it.
-            enable = getattr(self.model, "activation_checkpointing_enable", None)
-            (enable or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
-            if self._adapters:
-                self.model.enable_input_require_grads()
+        if recompute and self._adapters:
+            # What begins a graph is then the input of the first block, not only the adapters in it.
+            self.model.enable_input_require_grads()
         self._ranks = adaptive_ranks(model) if moving_ranks else None
         self._value_head = value_head
         outer = outer_weights(model)
         store = Store(model, self._ranks_of, moving=self._ranks)
-        self._compiled = CompiledBlocks(model) if compiled else None
+        self._blocks = ChangedBlocks(model, compiled=compiled, recompute=recompute) if compiled or recompute else None
         self._whole = self._ranks_of.divide(model, value_head=value_head)
         trained = list(model.named_parameters())
         scales = {}
@@ -240,9 +238,6 @@ class SingleDeviceTrainer:
 
     def close(self) -> None:
         self.optimizer.close()
-        if self._recompute:
-            disable = getattr(self.model, "activation_checkpointing_disable", None)
-            (disable or self.model.gradient_checkpointing_disable)()
 
     @contextmanager
     def _as(self, role: Role) -> Iterator[Whole]:
@@ -260,9 +255,9 @@ class SingleDeviceTrainer:
 
     @contextmanager
     def _running(self, model: Any, plan: Plan) -> Iterator[None]:
-        """A plan for a model's attention, and what is compiled of it, for one pass."""
-        compiled = self._compiled if model is self.model else None
-        with running(model, plan), nullcontext() if compiled is None else compiled.used():
+        """A plan for a model's attention, and how its blocks are computed, for one pass."""
+        blocks = self._blocks if model is self.model else None
+        with running(model, plan), nullcontext() if blocks is None else blocks.used():
             yield
 
     def _plan(self, micro: MicroBatch) -> Plan:
@@ -368,10 +363,10 @@ class SingleDeviceTrainer:
             totals.updated(self.optimizer.step(self._ranks.reallocate))
         return seen
 
-    def _cut(self, batch: TokenBatch, objective: Objective, *, share: bool = True) -> list[MicroBatch]:
+    def _cut(self, batch: TokenBatch, objective: Objective, *, share: bool = True) -> Passes:
         return self._divided(batch, whole_groups=getattr(objective, "whole_groups", False), share=share)
 
-    def _divided(self, batch: TokenBatch, *, whole_groups: bool = False, share: bool = True) -> list[MicroBatch]:
+    def _divided(self, batch: TokenBatch, *, whole_groups: bool = False, share: bool = True) -> Passes:
         """This rank's passes over a batch; their `sequences` are those of the batch."""
         ranks = self._ranks_of
         mine = ranks.share(batch, whole_groups=whole_groups)
@@ -379,12 +374,17 @@ class SingleDeviceTrainer:
         found = micro_batches(
             own, self._budget, self.device, whole_groups=whole_groups, share=share, multiple=ranks.multiple
         )
-        for micro in found:
+
+        def of_the_batch(made: Callable[[], MicroBatch]) -> MicroBatch:
+            micro = made()
             micro.sequences = mine[micro.sequences]
+            return micro
+
+        passes = [partial(of_the_batch, made) for made in found.made]
         if ranks.passes_together:
             missing = ranks.most(len(found)) - len(found)
-            found += [filler(batch, self.device, multiple=ranks.multiple) for _ in range(missing)]
-        return found
+            passes += [partial(filler, batch, self.device, multiple=ranks.multiple)] * missing
+        return Passes(passes)
 
     def _noise(self, micro: MicroBatch) -> AbstractContextManager[None]:
         """NEFTune's noise on the embeddings of what is computed inside, where it is asked for."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from strop.errors import ModelError
-from strop.models.attention import PackedAttention, Scores, scored_attention
+from strop.models.attention import PackedAttention, Scores
+from strop.models.attention_padded import scored_attention
 from strop.models.layout import PackedStreams
 
 GROW = 128

@@ -26,6 +26,7 @@ from strop.models.layout import pack
 from strop.models.logprobs import output_head
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
 from strop.rollout.engines import packed_linear
+from strop.rollout.engines.graphs import GraphDecoder, capturable
 from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
 from strop.rollout.engines.stopping import ends_with_stop, stop_tail
 from strop.rollout.sampling import draw, stream_key, uniforms
@@ -84,6 +85,8 @@ class LocalEngine:
         eos_ids: tokens that end a completion. seed: of the run. context: longest prompt + completion.
         max_sequences: rows decoded together. prefill_tokens: prompt tokens in one forward pass.
         pack_weights: hold a second copy of the weights for small matrix products; None decides by the model.
+        graphs: on a GPU, capture decoding steps as CUDA graphs, where the model allows it. compiled: compile the blocks
+            of captured steps by torch.compile.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class LocalEngine:
         max_sequences: int = 256,
         prefill_tokens: int = 4096,
         pack_weights: bool | None = None,
+        graphs: bool = True,
+        compiled: bool = False,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -111,6 +116,9 @@ class LocalEngine:
         self._packed: tuple[int, packed_linear.PackedLinears] | None = None
         self._head: tuple[int, Callable[[Tensor], Tensor]] | None = None
         self._cache: KVCache | None = None
+        self._graphs: Any = None
+        self._capture = graphs and capturable(model, self._device)
+        self._compiled = compiled
         self._version = 0
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -205,7 +213,7 @@ class LocalEngine:
             sequence.first_hidden = None
         self._waiting.extendleft(reversed(self._running))
         self._running.clear()
-        self._cache = self._packed = self._head = None
+        self._cache = self._packed = self._head = self._graphs = None
 
     async def wake(self) -> None:
         """Nothing to do: memory is taken again when it is needed."""
@@ -283,7 +291,9 @@ class LocalEngine:
             if s.first_hidden is not None and s.first_hidden[0] == self._version
         }
         self._running.extend(entering)
-        cache.reserve(max(len(prompt) for prompt in by_prompt) + 1)
+        # Graphs hold addresses, so that the cache should not have to grow under them.
+        more = max(s.request.settings.max_new_tokens - len(s.tokens) for s in entering) if self._capture else 1
+        cache.reserve(min(max(len(prompt) for prompt in by_prompt) + more, self._context))
         last: dict[tuple[int, ...], Tensor] = {}
         fresh = {prompt: rows for prompt, rows in by_prompt.items() if prompt not in held}
         for prompt, rows in by_prompt.items():
@@ -312,18 +322,39 @@ class LocalEngine:
     def _decode(self) -> None:
         assert self._cache is not None
         count = len(self._running)
+        if self._capture:
+            draws, lengths = self._draws, self._cache.lengths[:count]
+            u = uniforms(draws.keys[:count], draws.positions[:count])
+            found = self._decoder().step(draws.last[:count], lengths, draws.temperatures[:count], u)
+            self._cache.lengths[:count] += 1
+            self._accept(0, *found)
+            return
         plan = Decode(self._cache, count, self._device)
         hidden = self._hidden(self._draws.last[:count], self._cache.lengths[:count].copy(), plan)
         self._cache.lengths[:count] += 1
         self._take(0, self._logits(hidden))
 
+    def _decoder(self) -> GraphDecoder:
+        """That of the cache as it is now."""
+        assert self._cache is not None
+        self._cache.reserve(int(self._cache.lengths[: len(self._running)].max()) + 1)
+        if self._graphs is None or not self._graphs.fits():
+            self._graphs = None
+            self._graphs = GraphDecoder(self._model, self._cache, self._logits, self._device, compiled=self._compiled)
+        return self._graphs  # type: ignore[no-any-return]
+
     def _take(self, first: int, logits: Tensor) -> None:
-        """Draw a token for each row from `first` on and let finished sequences go."""
+        """Draw a token for each row from `first` on."""
         rows = slice(first, len(self._running))
         draws, device = self._draws, self._device
         u = torch.from_numpy(uniforms(draws.keys[rows], draws.positions[rows])).to(device)
         tokens, logprobs = draw(logits, torch.from_numpy(draws.temperatures[rows]).to(device), u)
-        drawn = tokens.cpu().numpy()
+        self._accept(first, tokens.cpu().numpy(), logprobs.cpu().numpy())
+
+    def _accept(self, first: int, drawn: np.ndarray, logprobs: np.ndarray) -> None:
+        """Give each row from `first` on its token and let finished sequences go."""
+        rows = slice(first, len(self._running))
+        draws = self._draws
         draws.last[rows] = drawn
         draws.positions[rows] += 1
         for sequence, token, logprob in zip(self._running[rows], drawn.tolist(), logprobs.tolist(), strict=True):

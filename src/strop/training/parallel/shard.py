@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from strop.models.blocks import blocks_of
+
 
 def shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, *, offload: bool) -> None:
     """Divide a module's weights among the ranks of a mesh, in place.
@@ -34,10 +36,3 @@ def shard(whole: nn.Module, model: nn.Module, mesh: DeviceMesh, dtype: torch.dty
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def blocks_of(model: Any) -> list[nn.Module]:
-    """The decoder's blocks: modules of the classes that transformers says must stay whole."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    names = set(getattr(base, "_no_split_modules", None) or ())
-    return [module for module in base.modules() if type(module).__name__ in names]

@@ -20,16 +20,19 @@ from rank_cases import (
 from torch._dynamo.utils import counters
 
 from strop.errors import ModelError, UserError
-from strop.training.compiling import CompiledBlocks, check_compiler
+from strop.models.blocks import ChangedBlocks, check_compiler
 
 ALONE = [
     Case(compiled=True),
     Case(compiled=True, shape="qwen3", budget=20),
     Case(compiled=True, lora=True),
+    Case(compiled=True, recompute=True),
+    Case(compiled=True, recompute=True, lora=True),
 ]
 RANKS = [
     Case(compiled=True, shards=2),
     Case(compiled=True, shards=2, fsdp=True, budget=20),
+    Case(compiled=True, recompute=True, shards=2, fsdp=True, budget=20),
 ]
 
 
@@ -76,41 +79,28 @@ def test_more_tokens_are_not_compiled_anew() -> None:
 
 def test_blocks_are_plain_outside_of_the_trainers_passes() -> None:
     model = tiny_model("llama")
-    blocks = CompiledBlocks(model)
     names = list(model.state_dict())
     layer = model.model.layers[0]
-    assert layer._compiled_call_impl is None
-    with blocks.used():
-        assert layer._compiled_call_impl is not None
-    assert layer._compiled_call_impl is None
-    assert list(model.state_dict()) == names == list(tiny_model("llama").state_dict())
+    forward = layer.forward
+    for compiled, recompute in ((True, False), (False, True), (True, "keep_attention")):
+        blocks = ChangedBlocks(model, compiled=compiled, recompute=recompute)
+        for _ in range(2):
+            assert layer._compiled_call_impl is None
+            assert layer.forward == forward
+            with blocks.used():
+                assert (layer._compiled_call_impl is not None) == (compiled and not recompute)
+                assert (layer.forward != forward) == bool(recompute)
+        assert list(model.state_dict()) == names == list(tiny_model("llama").state_dict())
 
 
-def test_a_model_whose_blocks_nobody_names_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("compiled", "recompute", "key"),
+    [(True, False, "training.compile"), (False, True, "model.activation_checkpointing")],
+)
+def test_a_model_whose_blocks_nobody_names_is_refused(compiled: bool, recompute: bool, key: str) -> None:
     with pytest.raises(ModelError, match="does not name the class of its blocks") as caught:
-        CompiledBlocks(torch.nn.Linear(2, 2))
-    assert caught.value.where == "training.compile"
-
-
-def test_recomputed_blocks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    from strop.config.loading import load_config
-    from strop.loops.train import train
-
-    new = {"characters": "0123456789+=", "hidden_size": 32, "layers": 1, "heads": 2, "context": 32}
-    data = {
-        "model": {"create": new, "activation_checkpointing": True},
-        "data": {"train": {"path": "strop.data.arithmetic:problems", "arguments": {"count": 8, "digits": 1}}},
-        "rewards": {"verifiers": [{"kind": "exact"}]},
-        "rollout": {"max_new_tokens": 2},
-        "training": {"compile": True},
-        "tracking": {"display": "off"},
-        "hardware": {"device": "cpu", "threads": 1},
-    }
-    with pytest.raises(UserError, match="does not compile what it recomputes") as caught:
-        train(load_config(None, data=data))
-    assert caught.value.where == "training.compile"
-    assert not Path("runs").exists()
+        ChangedBlocks(torch.nn.Linear(2, 2), compiled=compiled, recompute=recompute)
+    assert caught.value.where == key
 
 
 def test_where_there_is_no_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

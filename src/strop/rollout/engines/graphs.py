@@ -1,0 +1,151 @@
+"""Decoding steps of the local engine as CUDA graphs: one launch for a whole step, from the newest tokens to the next.
+
+A step of a small model is some thousand kernels of a few microseconds each, which Python cannot start as fast as a GPU
+computes them. A graph is captured for a number of rows the first time that it is needed; fewer rows are filled up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from strop.errors import ModelError
+from strop.models.attention import Scores, running
+from strop.models.blocks import ChangedBlocks
+from strop.models.forward import backbone
+from strop.rollout.engines.kv_cache import KVCache
+from strop.rollout.sampling import draw
+
+_FEW = (1, 2, 4, 8, 16, 24, 32)
+_STEP = 32
+# How often a step is computed before it is captured: kernels are chosen and compiled then.
+_WARM_UP = 2
+
+
+class GraphDecoder:
+    """Decodes with graphs over one cache; see `step`.
+
+    Args:
+        logits: [n, V] float32 from hidden states [n, H], with operations that can be captured.
+        compiled: also compile the model's blocks by torch.compile.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: KVCache,
+        logits: Callable[[Tensor], Tensor],
+        device: torch.device,
+        *,
+        compiled: bool,
+    ) -> None:
+        self._model, self._cache, self._logits = model, cache, logits
+        self._blocks: Any = None
+        if compiled:
+            self._blocks = ChangedBlocks(model, compiled=True, recompute=False)
+        rows = cache.rows
+        self._tokens, self._lengths = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        self._temperatures = torch.ones(rows, dtype=torch.float32, device=device)
+        self._u = torch.zeros(rows, dtype=torch.float64, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._capacity = cache.capacity
+        self._pool: Any = None
+
+    def fits(self) -> bool:
+        """Whether the cache is where it was when graphs were captured."""
+        return self._capacity == self._cache.capacity
+
+    def step(
+        self, tokens: np.ndarray, lengths: np.ndarray, temperatures: np.ndarray, u: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The next token of each of the first n rows of the cache and its log-probability.
+
+        Args:
+            tokens: int64 [n], the newest, which the cache does not hold yet. lengths: int64 [n], tokens it holds.
+            temperatures: float32 [n]. u: float64 [n], see `draw`.
+        """
+        count = len(tokens)
+        for held, given in zip(self._inputs, (tokens, lengths, temperatures, u), strict=True):
+            held[:count].copy_(torch.from_numpy(given).pin_memory(), non_blocking=True)
+        size = self._size(count)
+        # Rows that only fill up compute a first token of theirs again and again.
+        self._lengths[count:size].zero_()
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        graph, drawn, logprobs = self._graphs[size]
+        graph.replay()
+        return drawn[:count].cpu().numpy(), logprobs[:count].cpu().numpy()
+
+    @property
+    def _inputs(self) -> tuple[Tensor, ...]:
+        return self._tokens, self._lengths, self._temperatures, self._u
+
+    def _size(self, count: int) -> int:
+        few = next((size for size in _FEW if size >= count), None)
+        size = -(-count // _STEP) * _STEP if few is None else few
+        return min(size, self._cache.rows)
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                self._compute(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            drawn, logprobs = self._compute(size)
+        # One pool for all: only one of them is replayed at a time.
+        self._pool = graph.pool()
+        return graph, drawn, logprobs
+
+    def _compute(self, size: int) -> tuple[Tensor, Tensor]:
+        plan = _Step(self._cache, self._lengths[:size])
+        blocks = self._blocks
+        with running(self._model, plan):
+            if blocks is None:
+                hidden = self._hidden(size)
+            else:
+                with blocks.used():
+                    hidden = self._hidden(size)
+        return draw(self._logits(hidden), self._temperatures[:size], self._u[:size])
+
+    def _hidden(self, size: int) -> Tensor:
+        ids, positions = self._tokens[:size][None], self._lengths[:size][None]
+        found = backbone(self._model)(input_ids=ids, position_ids=positions, use_cache=False)
+        return found.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+class _Step:
+    """Attention of one new token for each row, whose number of tokens only the GPU knows."""
+
+    def __init__(self, cache: KVCache, lengths: Tensor) -> None:
+        self._cache = cache
+        self._lengths = lengths.int()
+
+    def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        from strop.rollout.engines.decode_kernel import decode_attention
+
+        if not scores.plain:
+            raise ModelError("attention with soft-caps or sinks is not captured")
+        keys, values = self._cache.layer(layer, key, value)
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        out = decode_attention(q, k, v, keys, values, self._lengths, scaling=scores.scaling, window=scores.window)
+        return out.unsqueeze(0)
+
+
+def capturable(model: nn.Module, device: torch.device) -> bool:
+    """Whether decoding steps of a model can be captured there."""
+    from torch.utils._triton import has_triton
+
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    plain = getattr(text, "attn_logit_softcapping", None) is None and "gpt_oss" not in str(text.model_type)
+    return device.type == "cuda" and plain and bool(has_triton())
+
+
+__all__ = ["GraphDecoder", "capturable"]
