@@ -29,7 +29,7 @@ import random_models
 from samplers import SAMPLERS, Job, Prompts
 
 NAME = "engines_gpu"
-ENGINES = ("local", "vllm", "generate", "generate-static")
+ENGINES = ("local", "local-compiled", "vllm", "generate", "generate-static")
 # Completions whose log-probabilities are compared.
 COMPARED = 16
 

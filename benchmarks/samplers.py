@@ -78,17 +78,28 @@ class Driven:
         return self._loop.run_until_complete(work())
 
 
-def local(loaded: Any, job: Job) -> Driven:
+def local(loaded: Any, job: Job, *, compiled: bool = False) -> Driven:
     """strop's own engine, with the sizes that a run on such a card has."""
     from strop.rollout.engines.local import LocalEngine
 
     end = random_models.EOS
     return Driven(
         LocalEngine(
-            loaded.model, loaded.tokenizer, eos_ids=(end,), seed=0, context=job.context, max_sequences=max(job.sizes)
+            loaded.model,
+            loaded.tokenizer,
+            eos_ids=(end,),
+            seed=0,
+            context=job.context,
+            max_sequences=max(job.sizes),
+            compiled=compiled,
         ),
         job,
     )
+
+
+def local_compiled(loaded: Any, job: Job) -> Driven:
+    """The same with the blocks of its captured steps compiled (`rollout.engine.eager: false`)."""
+    return local(loaded, job, compiled=True)
 
 
 def vllm(loaded: Any, job: Job) -> Driven:
@@ -152,4 +163,10 @@ def generate_static(loaded: Any, job: Job) -> Generate:
     return Generate(loaded, job, cache_implementation="static")
 
 
-SAMPLERS = {"local": local, "vllm": vllm, "generate": Generate, "generate-static": generate_static}
+SAMPLERS = {
+    "local": local,
+    "local-compiled": local_compiled,
+    "vllm": vllm,
+    "generate": Generate,
+    "generate-static": generate_static,
+}
