@@ -829,6 +829,8 @@ TABLE: dict[str, Case] = {
     "rollout.engine.prefix_caching": Case(
         False, "refused", says=r"rollout\.engine\.prefix_caching` has no effect on the engine local"
     ),
+    "rollout.engine.sleep": Case("always", "sleeps", steady=True),
+    "training.offload": Case(True, "refused", says=r"training\.offload` has no effect on a CPU"),
     **of_an_optimizer("training.optimizer", "plain", "falling"),
     "training.mini_batches": Case(2),
     "training.epochs": Case(2),

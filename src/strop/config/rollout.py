@@ -55,6 +55,10 @@ class EngineSettings(StrictModel):
     prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
     change."""
+    sleep: Literal["always", "never"] | Auto = "auto"
+    """Of `local` and `vllm`: give the memory of keys and values, and vLLM that of its weights, to the trainer while it
+    computes. `auto` does so on a GPU that both share, where both together would not fit it. `vllm` sleeps on CUDA
+    only (docs/performance.md)."""
 
 
 class TreeSettings(StrictModel):

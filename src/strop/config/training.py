@@ -65,6 +65,10 @@ class TrainingSettings(StrictModel):
     """Compile the blocks of the model by torch.compile for the trainer's passes, all but attention; the engine samples
     as it does without. The first passes take a minute or more, which pays in long runs, or not at all: measure it
     (docs/performance.md). Not with `cluster.trainer.tensor`, nor `model.activation_checkpointing`."""
+    offload: bool = False
+    """Keep masters and optimizer state in the CPU's memory while the engine samples, and on the GPU for the updates,
+    which are the same bit for bit (docs/performance.md). The critic's too. `training.optimizer.offload` keeps them
+    away for good and updates there."""
 
 
 class CriticSettings(StrictModel):

@@ -18,7 +18,7 @@ from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
 from strop.errors import UserError
 from strop.loops.algorithm import demands_of
-from strop.loops.engine_choices import engine_memory
+from strop.loops.engine_choices import engine_memory, share_beside_trainer
 from strop.loops.prepare import Prepared
 from strop.loops.step_batch import has_spread
 from strop.models.forward import check_forward
@@ -112,7 +112,15 @@ def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
     model: Any = loaded.model
     if config.model.lora is not None:
         model = add_lora(loaded.model, config.model.lora, config.run.seed, updates=config.updates)
-    sizes = choose_sizes(config, hardware, model, min(prepared.longest, loaded.context))
+    sizes = choose_sizes(
+        config,
+        hardware,
+        model,
+        min(prepared.longest, loaded.context),
+        share=share_beside_trainer(config),
+        # Whoever only samples has no trainer.
+        reference=getattr(prepared, "needs_reference", False),
+    )
     return Roles(loaded, model, sizes)
 
 
@@ -198,9 +206,10 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         context=roles.loaded.context,
         max_sequences=roles.sizes.max_sequences,
         prefill_tokens=settings.prefill_tokens,
-        memory=engine_memory(prepared.config),
+        memory=engine_memory(prepared.config, sleeps=roles.sizes.engine_sleeps),
         eager=hardware.device.type == "cpu" if settings.eager == "auto" else settings.eager,
         prefix_caching=settings.prefix_caching,
+        sleeps=roles.sizes.engine_sleeps,
     )
     return VllmEngine(
         roles.model,
@@ -209,6 +218,8 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         eos_ids=roles.loaded.eos_ids,
         seed=prepared.config.run.seed,
         context=roles.loaded.context,
+        # In a run a publication follows each sleep, so nobody needs the weights that vLLM has.
+        sleep_level=2,
     )
 
 

@@ -97,6 +97,14 @@ class Critic:
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self.trainer.load(directory, state)
 
+    def offload(self) -> int:
+        """See `SingleDeviceTrainer.offload`."""
+        return self.trainer.offload()
+
+    def reload(self) -> int:
+        """See `SingleDeviceTrainer.reload`."""
+        return self.trainer.reload()
+
 
 def check_critic(path: str, policy: ModelFacts) -> None:
     """See that the model of `critic.path` is there and reads tokens as the policy does, without loading its weights.
@@ -167,6 +175,14 @@ class SharedCritic:
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """Nothing, likewise."""
+
+    def offload(self) -> int:
+        """0: the head's state goes with the policy's."""
+        return 0
+
+    def reload(self) -> int:
+        """0, likewise."""
+        return 0
 
 
 def make_critic(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
 from strop.errors import UserError
+from strop.planning.turns import engine_sleeps
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +33,13 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens_per_micro_batch and max_sequences, with the reasons."""
+    """tokens_per_micro_batch, max_sequences, and whether the engine sleeps while the trainer computes, with the
+    reasons."""
 
     tokens_per_micro_batch: int
     max_sequences: int
     reasons: tuple[str, ...]
+    engine_sleeps: bool = False
 
 
 def choose_hardware(config: Config) -> Hardware:
@@ -102,12 +105,15 @@ def _most_tokens(device: str, *, sampled: bool) -> int:
     return 512 if device == "cpu" and not sampled else 4096
 
 
-def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -> Sizes:
+def choose_sizes(
+    config: Config, hardware: Hardware, model: Any, longest: int, *, share: float = 0.0, reference: bool = False
+) -> Sizes:
     """Sizes of passes and batches.
 
     Args:
         model: the loaded model, whose config is read. longest: tokens of the longest sequence that is expected; a
-            longer one is still sampled, and trained in a pass of its own.
+            longer one is still sampled, and trained in a pass of its own. share, reference: see
+            `planning/turns.py`.
     """
     text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     item = hardware.dtype.itemsize
@@ -127,4 +133,5 @@ def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -
         rows = max(1, min(256, int(hardware.memory * 0.25 / cached)))
         if config.supervised is None and (config.offline is None or config.data.eval is not None):
             reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
-    return Sizes(budget, rows, tuple(reasons))
+    sleeps, why = engine_sleeps(config, hardware, model, share=share, reference=reference)
+    return Sizes(budget, rows, (*reasons, *why), sleeps)
