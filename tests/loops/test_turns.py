@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import HELD_OUT, put, recipe, steps_of, weights_of
 
 from strop.config.loading import load_config
@@ -14,6 +15,8 @@ from strop.errors import ConfigError
 from strop.loops.engine_choices import BESIDE_THE_TRAINER, IN_TURN, check_engine, engine_memory, share_beside_trainer
 from strop.loops.online import open_run
 from strop.loops.prepare import prepare
+from strop.loops.rank_host import RankHost, Task
+from strop.loops.remote_trainer import RemoteCritic, RemoteTrainer
 from strop.loops.train import train
 
 WARMUP = {"steps": 3, "batch_size": 4, "optimizer": {"learning_rate": 1e-2}}
@@ -120,6 +123,31 @@ async def test_whose_turn_it_is() -> None:
         said.clear()
         await run._turns.engine_done()
         assert said == []
+
+
+def test_a_trainer_in_another_process_is_told_too() -> None:
+    """What is sent to a rank, here in this process, does it to the rank's trainer and critic."""
+    data = data_of("ranks", turns=True, **KINDS["critic"])
+    with prepare(load_config(None, data=data)) as prepared:
+        host = RankHost(Task(prepared.config, 8, prepared.needs_reference, False, prepared.algorithm), colocated=True)
+
+    def ask(method: str, *arguments: Any, **_: Any) -> Any:
+        return getattr(host, method)(*arguments)
+
+    host.make_trainer(prepared.config.training.optimizer, 4, True)
+    trainer: Any = RemoteTrainer(ask, prepared.config.training.optimizer)  # type: ignore[arg-type]
+    critic = RemoteCritic(ask, prepared.algorithm)  # type: ignore[arg-type]
+    assert host.critic is not None
+    both = [host.trainer.optimizer, host.critic.trainer.optimizer]
+    for optimizer in both:
+        for weight in optimizer.parameters.values():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    moved = trainer.offload() + critic.offload()
+    assert moved == sum(value.nbytes for one in both for value in one.state().values() if value.numel() > 1)
+    assert [one.parked.away for one in both] == [True, True]
+    assert trainer.reload() + critic.reload() == moved
+    assert [one.parked.away for one in both] == [False, False]
 
 
 def test_what_vllm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

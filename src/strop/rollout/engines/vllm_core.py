@@ -219,6 +219,8 @@ class VllmCore:
         """Take the memory of keys and values again, and go on. Nothing where it is awake."""
         if self._asleep:
             self._wake(list(self._asleep))
+            if self._sleeps:
+                vllm_sleep.blank(self._runner)
 
     def _wake(self, tags: list[str]) -> None:
         try:
@@ -280,12 +282,18 @@ class VllmCore:
                 self.wake_cache()
         self._core.shutdown()
         if self._sleeps:
+            # Whatever of it is still held keeps its pages in the pool.
+            self._engine = self._core = None
             vllm_sleep.leave_pool()
 
     @property
     def _model(self) -> nn.Module:
-        model: nn.Module = self._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+        model: nn.Module = self._runner.get_model()
         return model
+
+    @property
+    def _runner(self) -> Any:
+        return self._core.engine_core.model_executor.driver_worker.worker.model_runner
 
     @property
     def _quantised(self) -> bool:

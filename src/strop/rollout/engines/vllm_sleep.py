@@ -46,7 +46,7 @@ class Loose:
         return len(self._kept)
 
     def restore(self) -> None:
-        with torch.no_grad():
+        with _writing():
             for tensor, values in self._kept:
                 tensor.copy_(values)
         self._kept = []
@@ -82,10 +82,25 @@ def loose_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 def spoil(model: nn.Module) -> None:
     """Make NaN of all weights, so that one that nobody brings is seen in the proof, whatever was left in its place."""
-    with torch.no_grad():
+    with _writing():
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
+
+
+def blank(runner: Any) -> None:
+    """Zeros for keys and values, as at the start: the new pages have what others left there, NaN among it, and not all
+    kernels promise that what they mask is not multiplied."""
+
+    def of(cache: Any) -> None:
+        if isinstance(cache, Tensor):
+            cache.zero_()
+        elif isinstance(cache, list | tuple):
+            for one in cache:
+                of(one)
+
+    with _writing():
+        of(list(getattr(runner, "kv_caches", [])))
 
 
 def pool_of_weights() -> Callable[[int], bool]:
@@ -109,6 +124,11 @@ def leave_pool() -> None:
         CuMemAllocator.get_instance().allocator_and_pools.clear()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _writing() -> Any:
+    """vLLM makes some of its tensors in inference mode, and only there may they be written to."""
+    return torch.inference_mode()
 
 
 def hold(core: Any) -> None:
@@ -152,6 +172,7 @@ __all__ = [
     "SCHEDULING",
     "WEIGHTS",
     "Loose",
+    "blank",
     "fall_asleep",
     "hold",
     "leave_pool",
