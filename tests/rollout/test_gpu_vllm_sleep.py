@@ -164,6 +164,10 @@ async def test_twenty_sleeps_with_other_weights_in_between(held: Held, level: An
         freed = awake - driver_used()
         # Nearly all of it is the KV cache.
         assert freed > 0.3 * MEMORY * torch.cuda.mem_get_info()[1]
+        assert held.core is not None
+        kept = {tag: one.nbytes for tag, one in held.core._kept.items()}
+        assert set(kept) == ({"kv_cache"} if level == 1 else {"kv_cache", "weights"})
+        assert sum(kept.values()) < 256 << 20, kept
         # As a trainer would fill what was freed: nothing of it may come back as weights.
         filled = torch.full((int(freed * 0.8) // 2,), float("nan"), dtype=torch.bfloat16, device="cuda")
         del filled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from sampled import sample
 
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.local import LocalEngine
-from strop.rollout.engines.vllm_sleep import Loose, loose_tensors, spoil
+from strop.rollout.engines.vllm_sleep import Kept, blank, caches, gaps, spans_of, spoil
 
 Make = Callable[..., Any]
 
@@ -84,17 +85,35 @@ async def test_twenty_sleeps_between_pieces_of_work(
         await one.close()
 
 
-# What of vLLM's model is neither parameter nor buffer.
+# What of vLLM's pool is neither a weight nor a key or value.
 
 
-class Backend:
-    """As an attention backend, which is no module."""
+def test_every_byte_of_the_pool_is_kept_but_for_what_is_named() -> None:
+    pool = torch.arange(256, dtype=torch.uint8)
+    start = pool.data_ptr()
+    pages = [(start + 128, 128), (start, 64)]
+    held = [pool[8:24], pool[200:256]]
+    spans = [(one.data_ptr(), one.nbytes) for one in held]
+    # Over the edge of a page, and in no page.
+    spans += [(start + 120, 12), (start + 70, 4)]
+    parts = gaps(pages, spans)
+    assert [(address - start, size) for address, size in parts] == [(0, 8), (24, 40), (132, 68)]
+    kept = Kept(parts, ctypes.memmove)
+    assert kept.nbytes == 8 + 40 + 68
+    before = pool.clone()
+    pool.fill_(7)
+    kept.restore()
+    lost = torch.ones(256, dtype=torch.bool)
+    for first, size in ((0, 8), (24, 40), (132, 68)):
+        lost[first : first + size] = False
+    assert torch.equal(pool, torch.where(lost, torch.full_like(pool, 7), before))
+    assert gaps(pages, []) == sorted(pages)
+    assert gaps(pages, pages) == []
 
-    def __init__(self, slopes: torch.Tensor) -> None:
-        self.slopes = slopes
 
-
-Backend.__module__ = "vllm.v1.attention"
+def test_the_memory_behind_a_view_is_all_of_it() -> None:
+    whole = torch.zeros(10, 4)
+    assert spans_of([whole[2:3]]) == [(whole.data_ptr(), 160)]
 
 
 class Layer(torch.nn.Module):
@@ -102,32 +121,28 @@ class Layer(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(3))
         self.register_buffer("cache", torch.randn(3), persistent=False)
-        self.range = torch.tensor(7.0)
-        self.view = self.weight.data
-        self.several = [torch.arange(3.0), {"inner": torch.ones(2)}]
-        self.impl = Backend(torch.tensor([1.0, 2.0]))
-        self.kv = torch.zeros(4)
+        self.kv_cache = [torch.ones(4)]
 
 
-def test_loose_tensors_are_kept_where_their_memory_is_lost() -> None:
-    model = torch.nn.ModuleList([Layer(), Layer()])
-    model[1].range = model[0].range
-    found = list(loose_tensors(model))
-    assert len(found) == 9
-    lost = {one.data_ptr() for one in found} - {layer.kv.data_ptr() for layer in model}
-    kept = Loose(model, lambda address: address in lost)
-    assert len(kept) == 7
-    before = [one.clone() for one in found]
-    for one in found:
-        one.fill_(-1.0)
-    kept.restore()
-    for one, old in zip(found, before, strict=True):
-        changed = one.data_ptr() not in lost
-        assert torch.equal(one, torch.full_like(old, -1.0) if changed else old)
+class Runner:
+    """As vLLM's model runners are."""
+
+    def __init__(self) -> None:
+        self.kv_caches = [torch.ones(4), [torch.ones(2), torch.ones(3)]]
+        self.model = torch.nn.ModuleList([Layer()])
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
 
 
-def test_weights_that_nobody_brings_are_seen() -> None:
-    model = Layer()
-    spoil(model)
-    assert torch.isnan(model.weight).all()
-    assert not torch.isnan(model.cache).any()
+def test_keys_and_values_begin_as_zeros_and_weights_that_nobody_brings_are_seen() -> None:
+    runner = Runner()
+    found = caches(runner)
+    assert [len(one) for one in found] == [4, 2, 3, 4]
+    with torch.inference_mode():
+        found.append(torch.ones(2))
+    blank(found)
+    assert not any(one.any() for one in found)
+    spoil(runner.model)
+    assert torch.isnan(runner.model[0].weight).all()
+    assert not torch.isnan(runner.model[0].cache).any()

@@ -152,7 +152,7 @@ class VllmEngine:
             RunFailure: vLLM could not take them or holds something else, or could not wake up; the engine serves no
                 version then.
         """
-        async with self._turn, self._waking():
+        async with self._turn, self._nothing_served():
             if update.tensors is not None:
                 own = dict(self._model.named_parameters())
                 for name, tensor in update.tensors:
@@ -206,20 +206,24 @@ class VllmEngine:
                 raise
 
     async def wake(self) -> None:
-        """Go on with the same version; after level 2 with the one that `update_weights` brings, for which the engine
-        then waits.
+        """Go on with the same version. After level 2 only the memory of the weights is taken, and the engine waits for
+        those that `update_weights` brings.
 
         Raises:
             RunFailure: there is no room for it; the engine serves no version then.
         """
         async with self._turn:
-            if self._awake.is_set() or self._sleep_level == 2:
+            if self._awake.is_set():
                 return
-            version = self._version
-            async with self._waking():
+            try:
                 await self._aside(self._core.wake_weights)
-                await self._aside(self._core.wake_cache)
-                self._version = version
+                if self._sleep_level == 1:
+                    await self._aside(self._core.wake_cache)
+                    self._awake.set()
+            except BaseException:
+                self._version = _NO_VERSION
+                self._awake.set()
+                raise
 
     def take_stats(self) -> EngineStats:
         stats, self._stats = self._stats, EngineStats()
@@ -241,7 +245,7 @@ class VllmEngine:
     # What these stand on.
 
     @asynccontextmanager
-    async def _waking(self) -> AsyncIterator[None]:
+    async def _nothing_served(self) -> AsyncIterator[None]:
         """No version is served while it lasts, nor after it where it fails; requests then fail instead of waiting."""
         self._version = _NO_VERSION
         try:

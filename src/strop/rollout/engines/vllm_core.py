@@ -121,7 +121,7 @@ class VllmCore:
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
         self._sleeps = settings.sleeps
         self._asleep: list[str] = []
-        self._loose: vllm_sleep.Loose | None = None
+        self._kept: dict[str, vllm_sleep.Kept] = {}
 
     # Requests.
 
@@ -191,8 +191,12 @@ class VllmCore:
             RunFailure: vLLM could not; it is of no use any more.
         """
         try:
-            if self._sleeps and level == 2:
-                self._loose = vllm_sleep.Loose(self._model, vllm_sleep.pool_of_weights())
+            if self._sleeps:
+                # Nothing may be written any more, and 0.24 unmaps pages without waiting for the kernels that use them.
+                torch.cuda.synchronize()
+                self._kept = {vllm_sleep.CACHE: vllm_sleep.keep(vllm_sleep.CACHE, vllm_sleep.caches(self._runner))}
+                if level == 2:
+                    self._kept[vllm_sleep.WEIGHTS] = vllm_sleep.keep(vllm_sleep.WEIGHTS, self._model.parameters())
             vllm_sleep.fall_asleep(self._core, level if self._sleeps else 0)
         except Exception as error:
             self._asleep = [_LOST]
@@ -206,12 +210,10 @@ class VllmCore:
             RunFailure: there is no room, or vLLM could not sleep before.
         """
         if vllm_sleep.WEIGHTS in self._asleep:
+            dropped = vllm_sleep.WEIGHTS in self._kept
             self._wake([vllm_sleep.WEIGHTS])
-            if self._loose is not None:
-                self._loose.restore()
-                self._loose = None
-                if not self._quantised:
-                    vllm_sleep.spoil(self._model)
+            if dropped and not self._quantised:
+                vllm_sleep.spoil(self._model)
         elif self._asleep == [_LOST]:
             raise RunFailure("vLLM could not give its memory back before, and serves nothing any more")
 
@@ -220,11 +222,14 @@ class VllmCore:
         if self._asleep:
             self._wake(list(self._asleep))
             if self._sleeps:
-                vllm_sleep.blank(self._runner)
+                vllm_sleep.blank(vllm_sleep.caches(self._runner))
 
     def _wake(self, tags: list[str]) -> None:
         try:
             vllm_sleep.wake(self._core, tags)
+            for tag in tags:
+                if (kept := self._kept.pop(tag, None)) is not None:
+                    kept.restore()
         except Exception as error:
             raise RunFailure(
                 f"vLLM could not take its memory again: {type(error).__name__}: {error}",

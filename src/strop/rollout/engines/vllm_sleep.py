@@ -8,8 +8,10 @@ drops them, and whoever wakes vLLM has to bring them. What was read in the sourc
 - Buffers live in the same pool. Before level 2 the worker copies those of `named_buffers()`, persistent or not
   (`_sleep_saved_buffers`), so rotary caches come back, and so do scales of the KV cache. 0.24 copies them back at the
   first waking of any kind, which must therefore be that of the weights; 0.32 waits for the weights.
-- Tensors that modules hold as plain attributes are nobody's: after level 2 they have whatever is in the new pages.
-  `Loose` keeps them.
+- Whatever else was allocated while vLLM loaded the model or made its cache is in the pool too, and nobody's: tensors
+  that are plain attributes of modules, and with the newer model runner (the usual one of 0.24 for Llama, Qwen3 and
+  Mistral) the sampler's state and the block tables. `Kept` keeps every byte of the pool that is neither a weight, at
+  level 2, nor a key or value.
 - The keys and values are gone in any case; prefix cache and running requests must forget them before.
 - The pool of a process serves one instance of vLLM at a time.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,58 +28,82 @@ from torch import Tensor, nn
 
 WEIGHTS, CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
 """vLLM's names of what sleeps."""
+_MOST = 1 << 30
+
+Span = tuple[int, int]
 
 
-class Loose:
-    """Copies of the tensors of a model that are neither parameters nor buffers.
+class Kept:
+    """A copy of parts of memory, in the CPU's.
 
     Args:
-        inside: whether memory at an address is lost in the sleep.
+        parts: (address, bytes) of each. copy: of memory, by target, source and bytes.
     """
 
-    def __init__(self, model: nn.Module, inside: Callable[[int], bool]) -> None:
-        self._kept = [
-            (tensor, tensor.detach().to("cpu", copy=True))
-            for tensor in loose_tensors(model)
-            if inside(tensor.data_ptr())
-        ]
+    def __init__(self, parts: Iterable[Span], copy: Callable[[int, int, int], Any]) -> None:
+        self._copy = copy
+        self._parts = [(address, torch.empty(size, dtype=torch.uint8)) for address, size in parts]
+        for address, held in self._parts:
+            copy(held.data_ptr(), address, held.nbytes)
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for _, held in self._parts)
 
     def restore(self) -> None:
-        with _writing():
-            for tensor, values in self._kept:
-                tensor.copy_(values)
-        self._kept = []
+        for address, held in self._parts:
+            self._copy(address, held.data_ptr(), held.nbytes)
 
 
-def loose_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules hold as plain attributes, in lists, tuples and dicts, or in objects that are no modules
-    (attention backends, quantisation methods). Each once, and none that begins where a parameter or buffer does."""
-    known = {tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    seen: set[int] = set()
+def gaps(pages: Iterable[Span], held: Iterable[Span]) -> list[Span]:
+    """(address, bytes) of what of the pages nothing in `held` lies in."""
+    found = []
+    spans = sorted(held)
+    for start, size in sorted(pages):
+        at, end = start, start + size
+        for first, length in spans:
+            if first + length <= at or first >= end:
+                continue
+            if first > at:
+                found.append((at, first - at))
+            at = max(at, first + length)
+        if at < end:
+            found.append((at, end - at))
+    return found
 
-    def of(value: Any, depth: int) -> Iterator[Tensor]:
-        if id(value) in seen or isinstance(value, nn.Module | nn.Parameter | str | int | float | type(None)):
-            return
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            if value.numel() and value.data_ptr() not in known:
-                yield value
-        elif isinstance(value, list | tuple):
-            for one in value:
-                yield from of(one, depth)
-        elif isinstance(value, dict):
-            for one in value.values():
-                yield from of(one, depth)
-        elif depth and type(value).__module__.startswith("vllm."):
-            yield from of(getattr(value, "__dict__", {}), depth - 1)
 
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                yield from of(value, 1)
+def spans_of(tensors: Iterable[Tensor]) -> list[Span]:
+    """(address, bytes) of the whole memory behind each tensor."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return [(storage.data_ptr(), storage.nbytes()) for storage in storages]
+
+
+def caches(runner: Any) -> list[Tensor]:
+    """The tensors of keys and values of vLLM's model runner, as it and its layers name them."""
+    found: list[Tensor] = []
+
+    def of(cache: Any) -> None:
+        if isinstance(cache, Tensor):
+            found.append(cache)
+        elif isinstance(cache, list | tuple):
+            for one in cache:
+                of(one)
+
+    of(list(getattr(runner, "kv_caches", [])))
+    for module in runner.get_model().modules():
+        of(getattr(module, "kv_cache", None))
+    return found
+
+
+def keep(tag: str, held: Iterable[Tensor]) -> Kept:
+    """What is in the pool under a tag, but for some tensors, of which nothing is kept."""
+    from vllm.device_allocator.cumem import CuMemAllocator, libcudart
+
+    allocated = CuMemAllocator.get_instance().pointer_to_data.items()
+    pages = [(start, int(data.handle[1])) for start, data in allocated if data.tag == tag]
+    # What is as large as that can only be keys and values under a name that is not known here.
+    parts = [(start, size) for start, size in gaps(pages, spans_of(held)) if size < _MOST]
+    return Kept(parts, libcudart.cudaMemcpy)
 
 
 def spoil(model: nn.Module) -> None:
@@ -88,31 +114,12 @@ def spoil(model: nn.Module) -> None:
                 parameter.fill_(float("nan"))
 
 
-def blank(runner: Any) -> None:
+def blank(tensors: Iterable[Tensor]) -> None:
     """Zeros for keys and values, as at the start: the new pages have what others left there, NaN among it, and not all
     kernels promise that what they mask is not multiplied."""
-
-    def of(cache: Any) -> None:
-        if isinstance(cache, Tensor):
-            cache.zero_()
-        elif isinstance(cache, list | tuple):
-            for one in cache:
-                of(one)
-
     with _writing():
-        of(list(getattr(runner, "kv_caches", [])))
-
-
-def pool_of_weights() -> Callable[[int], bool]:
-    """Whether an address is in the pages of the weights."""
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    pages = [
-        (start, start + data.handle[1])
-        for start, data in CuMemAllocator.get_instance().pointer_to_data.items()
-        if data.tag == WEIGHTS
-    ]
-    return lambda address: any(start <= address < end for start, end in pages)
+        for tensor in tensors:
+            tensor.zero_()
 
 
 def leave_pool() -> None:
@@ -146,9 +153,6 @@ def fall_asleep(core: Any, level: int) -> None:
     """Sleep; requests that run keep their tokens and wait. level: 0 only stops and forgets keys and values."""
     if not core.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("the prefix cache could not be reset")
-    if level and torch.cuda.is_available():
-        # 0.24 unmaps pages without waiting for the kernels that use them.
-        torch.cuda.synchronize()
     core.sleep(level, mode="keep")
 
 
@@ -171,14 +175,16 @@ __all__ = [
     "CACHE",
     "SCHEDULING",
     "WEIGHTS",
-    "Loose",
+    "Kept",
     "blank",
+    "caches",
     "fall_asleep",
+    "gaps",
     "hold",
+    "keep",
     "leave_pool",
-    "loose_tensors",
     "pending",
-    "pool_of_weights",
+    "spans_of",
     "spoil",
     "wake",
 ]
