@@ -1492,3 +1492,5 @@ def test_optimizers_are_looked_at_beside_examples_too(workplace: Path) -> None:
     assert observe(examples("reward_model", **changes)).error is None
     found = observe(examples("sft", **{"training.optimizer.offload": True}))
     assert "`training.optimizer.offload` has no effect on a CPU" in str(found.error)
+    found = observe(examples("sft", **{"training.offload": True}))
+    assert "`training.offload` has no effect with `supervised`" in str(found.error)

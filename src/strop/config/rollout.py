@@ -48,7 +48,7 @@ class EngineSettings(StrictModel):
     CPU, when the model is large enough to gain from it."""
     memory: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
     """Of `vllm` on a GPU: share of its memory for weights, keys and values, and workspace. `auto` is 0.3 where the
-    trainer is on the same GPU, and 0.85 where it is not."""
+    trainer is on the same GPU, 0.6 where both take turns on it (`sleep` and `training.offload`), and 0.85 elsewhere."""
     eager: bool | Auto = "auto"
     """Of `vllm`: neither compile the model nor capture CUDA graphs. It starts sooner and samples slower. `auto` does
     so on a CPU."""
