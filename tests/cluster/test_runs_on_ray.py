@@ -136,6 +136,8 @@ def test_the_reference_run_learns_something(here: Path) -> None:
     [
         pytest.param([], id="colocated"),
         pytest.param(["cluster.engines.count=2"], id="two-engines"),
+        pytest.param(["rollout.engine.sleep=always"], id="colocated-in-turn"),
+        pytest.param(["cluster.engines.count=2", "rollout.engine.sleep=always"], id="two-engines-in-turn"),
     ],
 )
 def test_a_recipe_gives_the_same_run_on_ray(

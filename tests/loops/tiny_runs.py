@@ -167,7 +167,8 @@ def counted() -> Iterator[dict[str, Any]]:
 
     passes: tokens of each forward pass. blocks: passes through a feed-forward layer, those that are recomputed
     included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small
-    products. behind: checkpoints that are written while training goes on. compiled: passes through compiled blocks.
+    products. sleeps: how often the engine gave its memory back. behind: checkpoints that are written while training
+    goes on. compiled: passes through compiled blocks.
     Of verifiers: workers is how many processes were started, timeouts the seconds that were given to them, to threads
     and to requests; sandboxes is how many jobs could run in them at a time, and how many of them waited for one.
     """
@@ -179,6 +180,7 @@ def counted() -> Iterator[dict[str, Any]]:
     from strop.rewards.calls import Crew
     from strop.rewards.process import Worker
     from strop.rollout.engines import packed_linear
+    from strop.rollout.engines.local import LocalEngine
     from strop.sandbox.pool import Pool
     from strop.training.background import Background
 
@@ -187,6 +189,7 @@ def counted() -> Iterator[dict[str, Any]]:
         "blocks": 0,
         "logits": 0,
         "packed": 0,
+        "sleeps": 0,
         "behind": 0,
         "compiled": 0,
         "workers": 0,
@@ -251,6 +254,7 @@ def counted() -> Iterator[dict[str, Any]]:
         mock.patch.object(LlamaMLP, "forward", count("blocks", mlp)),
         mock.patch.object(logprobs, "_logits", count("logits", logits)),
         mock.patch.object(packed_linear, "packed_product", count("packed", product)),
+        mock.patch.object(LocalEngine, "sleep", count("sleeps", LocalEngine.sleep)),
         mock.patch.object(Background, "start", count("behind", Background.start)),
         mock.patch.object(ChangedBlocks, "used", noting_used),
     ):

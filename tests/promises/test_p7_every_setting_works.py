@@ -829,6 +829,8 @@ TABLE: dict[str, Case] = {
     "rollout.engine.prefix_caching": Case(
         False, "refused", says=r"rollout\.engine\.prefix_caching` has no effect on the engine local"
     ),
+    "rollout.engine.sleep": Case("always", "sleeps", steady=True),
+    "training.offload": Case(True, "refused", says=r"training\.offload` has no effect on a CPU"),
     **of_an_optimizer("training.optimizer", "plain", "falling"),
     "training.mini_batches": Case(2),
     "training.epochs": Case(2),
@@ -1491,3 +1493,5 @@ def test_optimizers_are_looked_at_beside_examples_too(workplace: Path) -> None:
     assert observe(examples("reward_model", **changes)).error is None
     found = observe(examples("sft", **{"training.optimizer.offload": True}))
     assert "`training.optimizer.offload` has no effect on a CPU" in str(found.error)
+    found = observe(examples("sft", **{"training.offload": True}))
+    assert "`training.offload` has no effect with `supervised`" in str(found.error)

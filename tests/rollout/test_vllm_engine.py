@@ -246,3 +246,98 @@ async def test_what_vllm_holds_is_compared_with_what_it_was_given(core: VllmCore
     assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= set(found)
     changed = {**weights, "model.norm.weight": weights["model.norm.weight"] * 2}
     assert core.stale(changed) == ["model.norm.weight"]
+
+
+# Sleep. On a CPU vLLM keeps its memory; everything else of a sleep is as it is on a GPU, where
+# `test_gpu_vllm_sleep.py` looks at the memory.
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_what_runs_and_what_waits_goes_on_after_a_sleep(core: VllmCore, level: Any) -> None:
+    model = copy.deepcopy(MODEL)
+    asked = [request(stream=(number, 0, 0), new=40) for number in range(4)]
+    late = request(prompt_of(70), (9, 0, 0), new=6)
+    unslept = [one.tokens for one in await sample(await engine_of(core, model), [*asked, late])]
+    engine = await engine_of(core, model)
+    engine._sleep_level = level
+    tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
+    for more in (5, 30, 60):
+        async with asyncio.timeout(60):
+            while engine._stats.sampled_tokens < more:
+                await asyncio.sleep(0)
+        await engine.sleep()
+        await engine.sleep()
+        there = engine._stats.sampled_tokens
+        if more == 5:
+            tasks.append(asyncio.create_task(engine.generate(late)))
+        await asyncio.sleep(0.05)
+        assert engine._stats.sampled_tokens == there
+        assert more > 5 or not tasks[4].done()
+        await engine.wake()
+        if level == 2:
+            await asyncio.sleep(0.02)
+            assert engine._stats.sampled_tokens == there, "its weights are gone until somebody brings them"
+            await engine.update_weights(WeightUpdate(0))
+    async with asyncio.timeout(60):
+        found = [(await task).plain() for task in tasks]
+    assert [one.tokens for one in found] == unslept
+    for one, other in zip([*asked, late], found, strict=True):
+        assert np.abs(np.asarray(other.logprobs) - logprobs_of(model, one, other)).max() < 1e-4
+
+
+async def test_scores_wait_for_a_sleeping_engine_but_not_for_ever(core: VllmCore) -> None:
+    engine = await engine_of(core)
+    await engine.sleep()
+    waiting = asyncio.create_task(engine.score([prompt_of(12)]))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await engine.pause()
+    with pytest.raises(RunFailure, match="a sleeping engine"):
+        await engine.score([prompt_of(12)])
+    await engine.resume()
+    await engine.wake()
+    (scored,) = await waiting
+    assert np.abs(scored[1:] - score_streams(MODEL, [prompt_of(12)])[0][1:]).max() < 1e-4
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_an_engine_that_cannot_wake_serves_no_version(
+    core: VllmCore, monkeypatch: pytest.MonkeyPatch, level: Any
+) -> None:
+    engine = await engine_of(core)
+    engine._sleep_level = level
+    await engine.sleep()
+    waiting = asyncio.create_task(engine.generate(request()))
+
+    def fail() -> None:
+        raise RunFailure("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "wake_cache", fail)
+        with pytest.raises(RunFailure, match="no room"):
+            await (engine.wake() if level == 1 else engine.update_weights(WeightUpdate(1)))
+        with pytest.raises(RunFailure, match="serves no version"):
+            await waiting
+    # The next publication mends it.
+    await engine.update_weights(WeightUpdate(2))
+    (found,) = await sample(engine, [request()])
+    assert set(found.versions) == {2}
+
+
+async def test_an_engine_that_slept_half_is_of_no_use(core: VllmCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await engine_of(core)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("strop.rollout.engines.vllm_sleep.fall_asleep", fail)
+        with pytest.raises(RunFailure, match="could not give its memory back"):
+            await engine.sleep()
+    with pytest.raises(RunFailure, match="serves no version"):
+        await engine.generate(request())
+    with pytest.raises(RunFailure, match="serves nothing any more"):
+        await engine.update_weights(WeightUpdate(1))
+    # For the tests that follow: nothing of it slept.
+    core._asleep = ["scheduling"]
+    core.wake_cache()

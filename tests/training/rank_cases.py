@@ -304,6 +304,24 @@ def collectives_of_rank(case: Case) -> dict[str, Any]:
     return {"passes": passes, "groups": groups, "collectives": dict(seen.counts)}
 
 
+def parked_of_rank(case: Case) -> dict[str, Any]:
+    """Weights after three updates, with the state here all the time and away between updates and while it is saved."""
+    found: dict[str, Any] = {}
+    for name in ("plain", "parked"):
+        ranks = rank_mesh(case)
+        trainer = make_trainer(case, ranks)
+        for seed in (3, 4, 5):
+            trainer.update(ragged_batch(9, seed=seed), objective_of(case))
+            if name == "parked":
+                found["moved"] = trainer.offload()
+                trainer.logprobs(ragged_batch(9, seed=6))
+                trainer.hold_state()
+        weights = trainer.optimizer.parameters.items()
+        found[name] = {key: ranks.whole(key, p).detach().clone() for key, p in weights}
+        trainer.close()
+    return found
+
+
 def gradients_of_rank(case: Case) -> dict[str, Any]:
     return gradients(case, rank_mesh(case))
 

@@ -48,13 +48,18 @@ class EngineSettings(StrictModel):
     CPU, when the model is large enough to gain from it."""
     memory: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
     """Of `vllm` on a GPU: share of its memory for weights, keys and values, and workspace. `auto` is 0.3 where the
-    trainer is on the same GPU, and 0.85 where it is not."""
+    trainer is on the same GPU, 0.6 where both take turns on it (`sleep` and `training.offload`), and 0.85 elsewhere."""
     eager: bool | Auto = "auto"
     """Of `local` and `vllm`: neither compile the model nor capture CUDA graphs. It starts sooner and samples slower.
-    `auto` does so on a CPU; on a GPU `vllm` does both then, and `local` captures graphs but compiles nothing."""
+    `auto` does so on a CPU; on a GPU both are done, but `local` compiles only models of 100 million weights and
+    more."""
     prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
     change."""
+    sleep: Literal["always", "never"] | Auto = "auto"
+    """Of `local` and `vllm`: give the memory of keys and values, and vLLM that of its weights, to the trainer while it
+    computes. `auto` does so on a GPU that both share, where both together would not fit it. `vllm` sleeps on CUDA
+    only (docs/performance.md)."""
 
 
 class TreeSettings(StrictModel):

@@ -17,7 +17,7 @@ from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
 from strop.loops.algorithm import demands_of
-from strop.loops.engine_choices import engine_memory
+from strop.loops.engine_choices import engine_memory, share_beside_trainer
 from strop.loops.prepare import Prepared
 from strop.loops.step_batch import has_spread
 from strop.models.blocks import check_compiler
@@ -96,7 +96,7 @@ def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
         scalar: give the model a scalar head instead of its output head.
     """
     config, hardware = prepared.config, prepared.hardware
-    if config.training.compile:
+    if config.training.compile is True:
         check_compiler(hardware.device)
     loaded = load_model(config.model, device=hardware.device, dtype=hardware.dtype, seed=config.run.seed)
     check_forward(loaded.model, vocabulary=int(loaded.model.get_output_embeddings().weight.shape[0]))
@@ -105,7 +105,15 @@ def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
     model: Any = loaded.model
     if config.model.lora is not None:
         model = add_lora(loaded.model, config.model.lora, config.run.seed, updates=config.updates)
-    sizes = choose_sizes(config, hardware, model, min(prepared.longest, loaded.context))
+    sizes = choose_sizes(
+        config,
+        hardware,
+        model,
+        min(prepared.longest, loaded.context),
+        share=share_beside_trainer(config),
+        # Whoever only samples has no trainer.
+        reference=getattr(prepared, "needs_reference", False),
+    )
     return Roles(loaded, model, sizes)
 
 
@@ -132,7 +140,7 @@ def make_trainer(
         epochs=config.training.epochs if reinforcement else 1,
         reference=reinforcement and prepared.needs_reference,
         recompute=roles.sizes.recompute,
-        compiled=config.training.compile,
+        compiled=roles.sizes.trainer_compiles and not (ranks is not None and ranks.divides_layers),
         value_head=value_head(roles.model) if shared else None,
         value_rate=config.critic.optimizer.learning_rate if shared else None,
         moving_ranks=reinforcement,
@@ -159,7 +167,7 @@ def make_supervised_trainer(
         chunk=config.training.logprob_chunk,
         reference=reference,
         recompute=roles.sizes.recompute,
-        compiled=config.training.compile,
+        compiled=roles.sizes.trainer_compiles and not (ranks is not None and ranks.divides_layers),
         head="score" if scalar else "logprobs",
         neftune_alpha=config.supervised.neftune_alpha or 0.0,
         moving_ranks=True,
@@ -182,7 +190,7 @@ def make_engine(prepared: Chosen, roles: Roles) -> Engine:
         prefill_tokens=settings.prefill_tokens,
         pack_weights=None if settings.pack_weights == "auto" else settings.pack_weights,
         graphs=settings.eager is not True,
-        compiled=settings.eager is False,
+        compiled=roles.sizes.engine_compiles,
     )
 
 
@@ -193,9 +201,10 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         context=roles.loaded.context,
         max_sequences=roles.sizes.max_sequences,
         prefill_tokens=settings.prefill_tokens,
-        memory=engine_memory(prepared.config),
+        memory=engine_memory(prepared.config, sleeps=roles.sizes.engine_sleeps),
         eager=hardware.device.type == "cpu" if settings.eager == "auto" else settings.eager,
         prefix_caching=settings.prefix_caching,
+        sleeps=roles.sizes.engine_sleeps,
     )
     return VllmEngine(
         roles.model,
@@ -204,6 +213,8 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         eos_ids=roles.loaded.eos_ids,
         seed=prepared.config.run.seed,
         context=roles.loaded.context,
+        # In a run a publication follows each sleep, so nobody needs the weights that vLLM has.
+        sleep_level=2,
     )
 
 

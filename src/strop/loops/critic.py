@@ -43,7 +43,7 @@ class Critic:
             parts=training.mini_batches,
             epochs=training.epochs,
             recompute=roles.sizes.recompute,
-            compiled=training.compile,
+            compiled=roles.sizes.trainer_compiles and not (ranks is not None and ranks.divides_layers),
             head="value",
             ranks=ranks,
         )
@@ -96,6 +96,14 @@ class Critic:
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self.trainer.load(directory, state)
+
+    def offload(self) -> int:
+        """See `SingleDeviceTrainer.offload`."""
+        return self.trainer.offload()
+
+    def reload(self) -> int:
+        """See `SingleDeviceTrainer.reload`."""
+        return self.trainer.reload()
 
 
 def check_critic(path: str, policy: ModelFacts) -> None:
@@ -167,6 +175,14 @@ class SharedCritic:
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """Nothing, likewise."""
+
+    def offload(self) -> int:
+        """0: the head's state goes with the policy's."""
+        return 0
+
+    def reload(self) -> int:
+        """0, likewise."""
+        return 0
 
 
 def make_critic(

@@ -11,8 +11,8 @@ from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.spread import colocated
 
 KNOWN = {
-    "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager"),
-    "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "prefix_caching"),
+    "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager", "sleep"),
+    "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "prefix_caching", "sleep"),
     "sglang": ("server",),
     "openai": ("server",),
 }
@@ -20,8 +20,11 @@ KNOWN = {
 SERVED = ("sglang", "openai")
 """Kinds that are servers."""
 
-BESIDE_THE_TRAINER, ALONE = 0.3, 0.85
-"""Shares of a GPU's memory that vLLM gets."""
+BESIDE_THE_TRAINER, IN_TURN, ALONE = 0.3, 0.6, 0.85
+"""Shares of a GPU's memory that vLLM gets: beside a trainer that keeps what it has, beside one of which only the
+weights stay while vLLM is awake, and where it has the GPU to itself."""
+CACHE_OF_LOCAL = 0.25
+"""Share that `local`'s keys and values take at most, by which its rows are chosen."""
 
 
 def idle_in_engine(config: Config) -> Iterator[UserError]:
@@ -94,6 +97,10 @@ def check_engine(config: Config, device: str) -> None:
         problems.append(
             UserError("vLLM does not sample on mps", where="rollout.engine.kind", mend="set it to local, or use a CPU")
         )
+    if device != "cuda" and engine.sleep == "always":
+        where = "rollout.engine.sleep"
+        what = f"vLLM gives memory back on CUDA only, where its sleep mode has a pool of its own, and this is {device}"
+        problems.append(UserError(what, where=where, mend="leave it on auto, or set rollout.engine.kind to local"))
     if device != "cuda" and engine.memory != "auto":
         where = "rollout.engine.memory"
         problems.append(UserError(f"`{where}` has no effect without a GPU", where=where, mend="remove the line"))
@@ -107,10 +114,24 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def engine_memory(config: Config) -> float:
-    """Share of a GPU's memory that vLLM gets."""
+def engine_memory(config: Config, *, sleeps: bool = False) -> float:
+    """Share of a GPU's memory that vLLM gets. sleeps: while the trainer computes."""
     chosen = config.rollout.engine.memory
     if chosen != "auto":
         return chosen
-    beside = config.cluster.kind == "local" or colocated(config.cluster)
-    return BESIDE_THE_TRAINER if beside else ALONE
+    if not _beside(config):
+        return ALONE
+    return IN_TURN if sleeps and config.training.offload else BESIDE_THE_TRAINER
+
+
+def share_beside_trainer(config: Config) -> float:
+    """Share of the trainer's GPU that an engine takes which does not sleep; 0 where none samples there."""
+    unused = config.offline is not None and config.data.eval is None
+    if config.supervised is not None or unused or served(config) or not _beside(config):
+        return 0.0
+    return engine_memory(config) if config.rollout.engine.kind == "vllm" else CACHE_OF_LOCAL
+
+
+def _beside(config: Config) -> bool:
+    """Whether the engine is on the trainer's device."""
+    return config.cluster.kind == "local" or colocated(config.cluster)

@@ -59,6 +59,7 @@ def _idle(config: Config) -> Iterator[UserError]:
         # A critic is trained whole.
         yield from _idle_optimizer(key, optimizer, matrices_only and key != "critic.optimizer")
     yield from _idle_critic(config.critic)
+    yield from _idle_offload(config)
     if config.model.create is not None and config.model.trust_remote_code:
         yield _problem("model.trust_remote_code", "with model.create, which runs no code of others")
     if config.rewards is not None:
@@ -163,7 +164,7 @@ def _idle_alarms(config: Config) -> Iterator[UserError]:
 # Sections and keys of reinforcement learning, with their defaults.
 _OF_SAMPLING = {
     "": ("environment", "algorithm", "rollout", "warmup", "critic", "sandbox", "alarms"),
-    "training": ("mini_batches", "epochs"),
+    "training": ("mini_batches", "epochs", "offload"),
     "evaluation": ("samples", "temperature", "max_new_tokens", "verifiers", "correct_at"),
     "tracking": ("episodes_every",),
     "data": ("max_prompt_tokens", "curriculum"),
@@ -232,6 +233,8 @@ def check_optimizers(config: Config, device: str) -> None:
             raise MissingExtra("bitsandbytes", extra="bnb", needed_for=f"`{key}.name: adamw_8bit`")
         if settings.offload and device == "cpu":
             raise ConfigError([_problem(f"{key}.offload", "on a CPU, in whose memory everything is")])
+    if config.training.offload and device == "cpu":
+        raise ConfigError([_problem("training.offload", "on a CPU, in whose memory everything is")])
 
 
 def _idle_optimizer(key: str, settings: OptimizerSettings, matrices_only: bool) -> Iterator[UserError]:
@@ -245,6 +248,19 @@ def _idle_optimizer(key: str, settings: OptimizerSettings, matrices_only: bool) 
                 yield _problem(f"{key}.{name}", why, f"set {key}.name to adamw")
     if settings.schedule == "constant" and settings.final_share:
         yield _problem(f"{key}.final_share", "with a constant learning rate", f"set {key}.schedule to linear or cosine")
+
+
+def _idle_offload(config: Config) -> Iterator[UserError]:
+    if not config.training.offload or config.supervised is not None:
+        return
+    if config.offline is not None and config.data.eval is None:
+        yield _problem("training.offload", "with `offline` and no held-out prompts: nothing is sampled")
+    for key, there in {
+        "training.optimizer.offload": config.training.optimizer.offload,
+        "cluster.trainer.offload": config.cluster.trainer.offload,
+    }.items():
+        if there:
+            yield _problem("training.offload", f"with {key}, which keeps the state in the CPU's memory for good")
 
 
 def _idle_critic(critic: CriticSettings) -> Iterator[UserError]:

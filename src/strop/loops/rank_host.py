@@ -168,6 +168,13 @@ class RankHost:
         """Write what this rank holds, while the thread of the other calls may compute; it is not held any more then."""
         return await asyncio.to_thread(self._held.pop(what), folder)
 
+    def offload(self) -> int:
+        """Bytes of this rank's trainer and critic."""
+        return self.trainer.offload() + (0 if self.critic is None else self.critic.offload())  # type: ignore[no-any-return]
+
+    def reload(self) -> int:
+        return self.trainer.reload() + (0 if self.critic is None else self.critic.reload())  # type: ignore[no-any-return]
+
     def close_trainer(self) -> None:
         self.trainer.close()
 

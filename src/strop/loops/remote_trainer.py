@@ -104,6 +104,13 @@ class RemoteTrainer:
         """Write the model as a Hugging Face folder; the ranks have the tokenizer themselves."""
         self._ask("export", folder.absolute())
 
+    def offload(self) -> int:
+        """See `training/protocol.py`; the bytes are those of the first rank, with the critic's."""
+        return int(self._ask("offload"))
+
+    def reload(self) -> int:
+        return int(self._ask("reload"))
+
     def close(self) -> None:
         self._ask("close_trainer")
 
@@ -142,6 +149,13 @@ class RemoteCritic(Critic):
     def held_bytes(self) -> tuple[int, int]:
         # The ranks counted it with their trainer's.
         return 0, 0
+
+    def offload(self) -> int:
+        # It goes with the trainer's of its rank.
+        return 0
+
+    def reload(self) -> int:
+        return 0
 
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         self._ask("load_critic", directory.absolute(), state)

@@ -25,6 +25,7 @@ from strop.loops.place import Place, find_place
 from strop.loops.prepare import Prepared
 from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
 from strop.loops.teacher import Teachers, load_teacher
+from strop.loops.turns import Turns
 from strop.loops.warmup import warmup_steps
 from strop.loops.watch import Watch
 from strop.rewards.composition import check_errors
@@ -57,6 +58,12 @@ class Run(BaseRun):
         roles = self.roles
         self.engine = place.make_engine()
         self.publisher = place.make_publisher(self.engine)
+        self._turns = Turns(
+            self.engine,
+            place,
+            engine_sleeps=roles.sizes.engine_sleeps,
+            trainer_offloads=self.config.training.offload,
+        )
         self.algorithm = prepared.algorithm
         self.teacher = teacher
         self.critic: Critic | SharedCritic | None = None
@@ -89,6 +96,7 @@ class Run(BaseRun):
             self._say_if_done()
             return
         if self.config.warmup is not None:
+            await self._turns.engine_done()
             await self.place.aside(self._warm_up)
         await self.place.aside(self._make_trainer)
         await self.publish()
@@ -97,6 +105,7 @@ class Run(BaseRun):
 
     async def collect(self) -> list[Group]:
         """The next window: sampled or read, scored, in order of admission."""
+        await self._wake()
         self.display.phase(self.collector.phase)
         started = time.perf_counter()
         curriculum = self.stream.curriculum
@@ -111,6 +120,7 @@ class Run(BaseRun):
             "time/verifying": ended - self.collector.last_completion,
         }
         self._times["start"] = started
+        self._times |= await self._turns.engine_done()
         return groups
 
     async def build_batch(self, groups: Sequence[Group]) -> TokenBatch:
@@ -154,6 +164,7 @@ class Run(BaseRun):
 
     def _update(self, batch: TokenBatch) -> dict[str, float]:
         self.display.phase("training")
+        self._times |= self._turns.update_next(*self._trainers)
         started = time.perf_counter()
         if self.critic is None:
             stats = self.trainer.update(batch, self.algorithm)
@@ -167,6 +178,7 @@ class Run(BaseRun):
 
     async def publish(self) -> dict[str, float]:
         """Make the engine serve the weights of this step, and prove it."""
+        self._times |= await self._turns.trainer_done(*self._trainers)
         started = time.perf_counter()
         found = await self.publisher.publish(self.trainer, version=self.step)
         self._times["time/publishing"] = time.perf_counter() - started
@@ -266,6 +278,16 @@ class Run(BaseRun):
         if self.prepared.needs_reference:
             self.place.save_reference(self.folder)
 
+    @property
+    def _trainers(self) -> list[Any]:
+        """What has state for its updates."""
+        return [self.trainer] if self.critic is None else [self.trainer, self.critic]
+
+    async def _wake(self) -> None:
+        """Where the engine sleeps it gets the weights as they are; in the loop a publication was before."""
+        if self._turns.asleep:
+            await self.publish()
+
     def _make_trainer(self) -> None:
         training = self.config.training
         updates = self.config.run.steps * training.mini_batches * training.epochs
@@ -346,6 +368,7 @@ class Run(BaseRun):
         return needed + (0 if self.critic is None else self.critic.held_bytes()[0]), free
 
     async def _score_held_out(self) -> dict[str, float]:
+        await self._wake()
         scores, episodes = await evaluate(
             self.player,
             self.prepared.held_out_scorer,

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 from strop.config import Config
 from strop.config.model import Recompute
 from strop.errors import UserError
+from strop.planning.turns import engine_sleeps
 
 if TYPE_CHECKING:
     import torch
 
 GIB = 1 << 30
+COMPILED_FROM = 100_000_000
+"""Weights of a model whose blocks are compiled on a GPU where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,16 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens_per_micro_batch, max_sequences and what the trainer recomputes, with the reasons."""
+    """tokens_per_micro_batch, max_sequences, what the trainer recomputes, whether the engine sleeps while the trainer
+    computes, and whether blocks of the model are compiled for trainer and `local` engine, with the reasons."""
 
     tokens_per_micro_batch: int
     max_sequences: int
     recompute: Recompute
     reasons: tuple[str, ...]
+    engine_sleeps: bool = False
+    trainer_compiles: bool = False
+    engine_compiles: bool = False
 
 
 def choose_hardware(config: Config) -> Hardware:
@@ -107,12 +114,15 @@ def _most_tokens(device: str, *, sampled: bool) -> int:
     return 512 if device == "cpu" and not sampled else 4096
 
 
-def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -> Sizes:
+def choose_sizes(
+    config: Config, hardware: Hardware, model: Any, longest: int, *, share: float = 0.0, reference: bool = False
+) -> Sizes:
     """Sizes of passes and batches.
 
     Args:
         model: the loaded model, whose config is read. longest: tokens of the longest sequence that is expected; a
-            longer one is still sampled, and trained in a pass of its own.
+            longer one is still sampled, and trained in a pass of its own. share, reference: see
+            `planning/turns.py`.
     """
     text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     item = hardware.dtype.itemsize
@@ -146,4 +156,20 @@ def choose_sizes(config: Config, hardware: Hardware, model: Any, longest: int) -
         rows = max(1, min(256, int(hardware.memory * 0.25 / cached)))
         if config.supervised is None and (config.offline is None or config.data.eval is not None):
             reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
-    return Sizes(budget, rows, recompute, tuple(reasons))
+    sleeps, why = engine_sleeps(config, hardware, model, share=share, reference=reference)
+    compiles, eager = config.training.compile, config.rollout.engine.eager
+    pays = _compiling_pays(hardware, model)
+    trainer_compiles = pays if compiles == "auto" else compiles
+    engine_compiles = pays if eager == "auto" else not eager
+    if trainer_compiles and compiles == "auto":
+        why = (*why, "blocks are compiled, which takes up to a minute in the first step")
+    return Sizes(budget, rows, recompute, (*reasons, *why), sleeps, trainer_compiles, engine_compiles)
+
+
+def _compiling_pays(hardware: Hardware, model: Any) -> bool:
+    """On a GPU, for models in which what is computed between matrix products takes longer than compiling it does."""
+    if hardware.device.type != "cuda":
+        return False
+    from torch.utils._triton import has_triton
+
+    return sum(p.numel() for p in model.parameters()) >= COMPILED_FROM and bool(has_triton())

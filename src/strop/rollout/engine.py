@@ -113,10 +113,18 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give memory back (caches, packed weights)."""
+        """Give memory back (caches, packed weights, and of an engine with weights of its own these too, where it was
+        made so). Nothing is lost: what runs keeps its tokens, and goes on with what waits when the engine is awake. One
+        that takes its memory when it is needed need not wait."""
         ...
 
-    async def wake(self) -> None: ...
+    async def wake(self) -> None:
+        """Take memory again. An engine without weights is awake after the next `update_weights`.
+
+        Raises:
+            RunFailure: there is no room; the engine then serves no version.
+        """
+        ...
 
     def take_stats(self) -> EngineStats: ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
 from strop.training.parallel.gradients import Gradients, PlainGradients
+from strop.training.parked import Parked
 from strop.training.schedule import learning_rate
 from strop.training.update_rules import update_rules
 
@@ -66,6 +67,10 @@ class MasterOptimizer:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_add_to(master)))
         self.rules = update_rules(settings, self.masters, outer, scales)
         self._rule_of = {p: rule for rule in self.rules for group in rule.param_groups for p in group["params"]}
+        self.home = next((master.device for master in self.masters.values()), torch.device("cpu"))
+        """Where updates are computed."""
+        self.parked = Parked(self)
+        """Moves the state away between updates; it has to be back before gradients are added up."""
 
     def zero_grad(self) -> None:
         for master in self.masters.values():
@@ -83,6 +88,7 @@ class MasterOptimizer:
         Raises:
             RunFailure: the gradient is not finite; nothing was changed.
         """
+        assert not self.parked.away, "gradients were added up while the masters were away"
         with torch.no_grad():
             self._gradients.reduce(self.masters)
             norm = self._gradients.norm(self.masters)
@@ -136,8 +142,21 @@ class MasterOptimizer:
                 found[f"{MASTER}/{name}"] = master.detach()
         return found
 
+    def apart(self) -> Iterator[tuple[str, Any]]:
+        """(key, value) of the state, of masters that are not parameters, and of their gradients: the things themselves,
+        which `training/parked.py` moves."""
+        for name, master in self.masters.items():
+            for key, value in self._rule_of[master].state.get(master, {}).items():
+                if key not in _CODES:
+                    yield f"{key}/{name}", value
+            if master is not self.parameters[name]:
+                yield f"{MASTER}/{name}", master
+                if master.grad is not None:
+                    yield f"grad/{name}", master.grad
+
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Take back what `state` gave."""
+        self.parked.reload()
         self.updates = updates
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():

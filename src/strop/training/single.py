@@ -160,6 +160,7 @@ class SingleDeviceTrainer:
             learning rate, entropy, and how far the sampler's log-probabilities are from the policy's (first update).
             `batch.extra["logprobs"]` [T] then holds the policy's log-probabilities as the first epoch saw them.
         """
+        self.reload()
         if self._parts * self._epochs > 1 and batch.old_logprobs is None:
             batch.old_logprobs = self.logprobs(batch)
         totals = Totals()
@@ -235,6 +236,14 @@ class SingleDeviceTrainer:
     def load(self, directory: Path, state: dict[str, Any]) -> None:
         """See `Store.load`."""
         self._store.load(directory, state)
+
+    def offload(self) -> int:
+        """See `Parked.offload`."""
+        return self.optimizer.parked.offload()
+
+    def reload(self) -> int:
+        """See `Parked.reload`; an update does it itself."""
+        return self.optimizer.parked.reload()
 
     def close(self) -> None:
         self.optimizer.close()

@@ -97,7 +97,8 @@ def decode_attention(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), out.stride(0), out.stride(1),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size,
-        WIDTH=max(16, triton.next_power_of_2(size)), BLOCK=_BLOCK, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        WIDTH=max(16, triton.next_power_of_2(size)), BLOCK=_BLOCK,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

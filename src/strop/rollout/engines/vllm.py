@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -60,6 +61,8 @@ class VllmEngine:
         core: makes the engine core, in the thread that it then stays in.
         tokenizer: decodes the tail of a completion to find stop texts.
         eos_ids: tokens that end a completion. seed: of the run. context: longest prompt + completion.
+        sleep_level: what a sleep does with the weights: 1 keeps them in the CPU's memory, so that the same version is
+            served again after it; 2 drops them, and the engine waits for `update_weights`.
 
     Raises:
         MissingExtra, RunFailure: see `VllmCore`.
@@ -74,8 +77,10 @@ class VllmEngine:
         eos_ids: Sequence[int],
         seed: int,
         context: int,
+        sleep_level: Literal[1, 2] = 1,
     ) -> None:
         self._model = model
+        self._sleep_level = sleep_level
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
         self._seed = seed
@@ -100,6 +105,8 @@ class VllmEngine:
         self._loop: asyncio.Task[None] | None = None
         self._gate = asyncio.Event()
         self._gate.set()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._turn = asyncio.Lock()
         self._stats = EngineStats()
 
@@ -118,9 +125,11 @@ class VllmEngine:
 
     async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32 [L], through the weights that sampling uses.
+        While the engine sleeps it waits, as sampling does.
 
         Raises:
             ValueError: another temperature than 1; vLLM does not score prompts at another.
+            RunFailure: the engine is paused and sleeps, so that waiting might be for ever.
         """
         if temperature != 1.0:
             raise ValueError("vLLM scores prompts at temperature 1 only")
@@ -130,25 +139,30 @@ class VllmEngine:
             return list(await asyncio.gather(*(self._enter(one) for one in wanted)))
         # A publication scores its probe while nothing else may be sampled.
         async with self._turn:
+            if not self._awake.is_set():
+                raise RunFailure("a sleeping engine was asked for log-probabilities while it was paused")
             scores, beside = await self._aside(lambda: self._score_alone([list(tokens) for tokens in token_lists]))
             await self._take_all(beside)
         return scores
 
     async def update_weights(self, update: WeightUpdate) -> int:
-        """Take a version: the module's weights as they are now, or the given ones, go into vLLM.
+        """Take a version: the module's weights as they are now, or the given ones, go into vLLM, which wakes up for it.
 
         Raises:
-            RunFailure: vLLM could not take them or holds something else; the engine serves no version then.
+            RunFailure: vLLM could not take them or holds something else, or could not wake up; the engine serves no
+                version then.
         """
-        async with self._turn:
-            self._version = _NO_VERSION
+        async with self._turn, self._nothing_served():
             if update.tensors is not None:
                 own = dict(self._model.named_parameters())
                 for name, tensor in update.tensors:
                     if name not in own or own[name].shape != tensor.shape:
                         raise RunFailure(f"{name}, {list(tensor.shape)}, was sent to an engine that has no such tensor")
                     own[name].data.copy_(tensor)
+            # Keys and values come last: they take what room the weights leave.
+            await self._aside(self._core.wake_weights)
             await self._aside(self._push)
+            await self._aside(self._core.wake_cache)
             self._version = update.version
             for running in self._requests.values():
                 running.versions.append((len(running.tokens), update.version))
@@ -171,10 +185,45 @@ class VllmEngine:
             await self._aside(lambda: self._core.abort(list(requests)))
 
     async def sleep(self) -> None:
-        """Nothing: vLLM keeps what it was given."""
+        """Give the GPU's memory back. Requests that run keep their tokens and go on after it; others wait.
+
+        A vLLM that was not started for it (`VllmSettings.sleeps`) keeps its memory and stops.
+
+        Raises:
+            RunFailure: vLLM could not; the engine serves no version then.
+        """
+        async with self._turn:
+            if not self._awake.is_set():
+                return
+            self._awake.clear()
+            try:
+                await self._take_all(await self._aside(self._core.drain))
+                await self._aside(lambda: self._core.sleep(self._sleep_level))
+            except BaseException:
+                # Whoever waits is told.
+                self._version = _NO_VERSION
+                self._awake.set()
+                raise
 
     async def wake(self) -> None:
-        """Nothing, likewise."""
+        """Go on with the same version. After level 2 only the memory of the weights is taken, and the engine waits for
+        those that `update_weights` brings.
+
+        Raises:
+            RunFailure: there is no room for it; the engine serves no version then.
+        """
+        async with self._turn:
+            if self._awake.is_set():
+                return
+            try:
+                await self._aside(self._core.wake_weights)
+                if self._sleep_level == 1:
+                    await self._aside(self._core.wake_cache)
+                    self._awake.set()
+            except BaseException:
+                self._version = _NO_VERSION
+                self._awake.set()
+                raise
 
     def take_stats(self) -> EngineStats:
         stats, self._stats = self._stats, EngineStats()
@@ -195,6 +244,15 @@ class VllmEngine:
 
     # What these stand on.
 
+    @asynccontextmanager
+    async def _nothing_served(self) -> AsyncIterator[None]:
+        """No version is served while it lasts, nor after it where it fails; requests then fail instead of waiting."""
+        self._version = _NO_VERSION
+        try:
+            yield
+        finally:
+            self._awake.set()
+
     async def _enter(self, running: _Running) -> Any:
         name = str(self._number)
         self._number += 1
@@ -212,11 +270,12 @@ class VllmEngine:
                 # Requests of the same turn of the event loop enter together.
                 await asyncio.sleep(0)
                 await self._gate.wait()
+                await self._awake.wait()
                 async with self._turn:
-                    if not self._requests or not self._gate.is_set():
+                    if not (self._requests and self._gate.is_set() and self._awake.is_set()):
                         continue
                     if self._version == _NO_VERSION:
-                        raise RunFailure("the weights in vLLM are parts of two versions")
+                        raise RunFailure("vLLM serves no version of the weights: it could not take one, or not wake up")
                     entering, self._entering = self._entering, []
                     given_up = [name for name, one in self._requests.items() if one.future.done()]
                     started = time.perf_counter()

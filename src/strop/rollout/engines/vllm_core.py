@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ from torch import Tensor, nn
 
 from strop.errors import MissingExtra, RunFailure
 from strop.rollout.engine import SampleSettings
+from strop.rollout.engines import vllm_sleep
 
 NAMED = 5
 """Tensors that a message has room for."""
 
 _SEEDS = 1 << 63
 _MOST_CACHE_GIB = 4
+# In the place of what sleeps, after a sleep that failed half way.
+_LOST = "lost"
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class VllmSettings:
 
     dtype: of weights and cache. context: longest prompt + completion. max_sequences: decoded together. prefill_tokens:
     of prompts in one pass. memory: share of the GPU's memory for weights, cache and workspace. eager: neither compile
-    nor capture CUDA graphs. prefix_caching: keep keys and values of prompts that are asked for again.
+    nor capture CUDA graphs. prefix_caching: keep keys and values of prompts that are asked for again. sleeps: start it
+    so that it can give its memory back; on a GPU only.
     """
 
     dtype: torch.dtype
@@ -46,6 +50,7 @@ class VllmSettings:
     memory: float
     eager: bool
     prefix_caching: bool
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,11 @@ class VllmCore:
                 "dtype": str(settings.dtype).removeprefix("torch."),
                 "max_model_len": settings.context,
                 "max_num_seqs": settings.max_sequences,
-                "max_num_batched_tokens": max(settings.prefill_tokens, settings.max_sequences, settings.context),
+                "max_num_batched_tokens": max(
+                    settings.prefill_tokens, settings.max_sequences, 0 if cuda else settings.context
+                ),
+                # In parts, a prompt breaks vLLM's draws with a seed on CPUs.
+                "enable_chunked_prefill": cuda,
                 "enforce_eager": settings.eager,
                 "enable_prefix_caching": settings.prefix_caching,
                 "logprobs_mode": "processed_logprobs",
@@ -99,6 +108,8 @@ class VllmCore:
             }
             if cuda:
                 arguments["gpu_memory_utilization"] = settings.memory
+            if settings.sleeps:
+                arguments["enable_sleep_mode"] = True
             try:
                 self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except Exception as error:
@@ -112,6 +123,9 @@ class VllmCore:
         self._tasks = self._engine.get_supported_tasks()
         self._greedy: set[str] = set()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+        self._sleeps = settings.sleeps
+        self._asleep: list[str] = []
+        self._kept: dict[str, vllm_sleep.Kept] = {}
 
     # Requests.
 
@@ -160,6 +174,74 @@ class VllmCore:
         self._greedy.difference_update(one.request for one in found if one.ended)
         return found
 
+    # Sleep.
+
+    def drain(self) -> list[StepOutput]:
+        """Begin no more steps, and give what those bring that were begun; `wake_cache` lets it go on."""
+        vllm_sleep.hold(self._core)
+        found: list[StepOutput] = []
+        while vllm_sleep.pending(self._core):
+            found += self.step()
+        return found
+
+    def sleep(self, level: int) -> None:
+        """Give memory back; requests that run keep their tokens, and their keys and values are computed anew.
+
+        Args:
+            level: 1 copies the weights to the CPU's memory, 2 drops them. Of a core that was not started for it neither
+                gives anything back.
+
+        Raises:
+            RunFailure: vLLM could not; it is of no use any more.
+        """
+        try:
+            if self._sleeps:
+                # Nothing may be written any more, and 0.24 unmaps pages without waiting for the kernels that use them.
+                torch.cuda.synchronize()
+                self._kept = {vllm_sleep.CACHE: vllm_sleep.keep(vllm_sleep.CACHE, vllm_sleep.caches(self._runner))}
+                if level == 2:
+                    self._kept[vllm_sleep.WEIGHTS] = vllm_sleep.keep(vllm_sleep.WEIGHTS, self._model.parameters())
+            vllm_sleep.fall_asleep(self._core, level if self._sleeps else 0)
+        except Exception as error:
+            self._asleep = [_LOST]
+            raise RunFailure(f"vLLM could not give its memory back: {type(error).__name__}: {error}") from error
+        self._asleep = [vllm_sleep.WEIGHTS, vllm_sleep.CACHE] if self._sleeps else [vllm_sleep.SCHEDULING]
+
+    def wake_weights(self) -> None:
+        """Take the memory of the weights again; after level 2 they have to be pushed. Nothing where it is awake.
+
+        Raises:
+            RunFailure: there is no room, or vLLM could not sleep before.
+        """
+        if vllm_sleep.WEIGHTS in self._asleep:
+            dropped = vllm_sleep.WEIGHTS in self._kept
+            self._wake([vllm_sleep.WEIGHTS])
+            if dropped and not self._quantised:
+                vllm_sleep.spoil(self._model)
+        elif self._asleep == [_LOST]:
+            raise RunFailure("vLLM could not give its memory back before, and serves nothing any more")
+
+    def wake_cache(self) -> None:
+        """Take the memory of keys and values again, and go on. Nothing where it is awake."""
+        if self._asleep:
+            self._wake(list(self._asleep))
+            if self._sleeps:
+                vllm_sleep.blank(vllm_sleep.caches(self._runner))
+
+    def _wake(self, tags: list[str]) -> None:
+        try:
+            vllm_sleep.wake(self._core, tags)
+            for tag in tags:
+                if (kept := self._kept.pop(tag, None)) is not None:
+                    kept.restore()
+        except Exception as error:
+            raise RunFailure(
+                f"vLLM could not take its memory again: {type(error).__name__}: {error}",
+                where="rollout.engine.sleep",
+                mend="lower rollout.engine.memory, or set training.offload: true, so that there is room for it",
+            ) from error
+        self._asleep = [tag for tag in self._asleep if tag not in tags]
+
     # Weights.
 
     def push(self, weights: Mapping[str, Tensor]) -> None:
@@ -202,12 +284,25 @@ class VllmCore:
         return [name for name, other in zip(names, found, strict=True) if other]
 
     def close(self) -> None:
+        if self._sleeps:
+            # Pages that are away cannot be given back a second time.
+            with suppress(Exception):
+                self.wake_weights()
+                self.wake_cache()
         self._core.shutdown()
+        if self._sleeps:
+            # Whatever of it is still held keeps its pages in the pool.
+            self._engine = self._core = None
+            vllm_sleep.leave_pool()
 
     @property
     def _model(self) -> nn.Module:
-        model: nn.Module = self._core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+        model: nn.Module = self._runner.get_model()
         return model
+
+    @property
+    def _runner(self) -> Any:
+        return self._core.engine_core.model_executor.driver_worker.worker.model_runner
 
     @property
     def _quantised(self) -> bool:

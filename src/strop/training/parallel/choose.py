@@ -126,7 +126,7 @@ def check_ranks(config: Any) -> None:
             "cluster.trainer",
             "set tensor and context to 1",
         )
-    if config.training.compile and placement.tensor > 1:
+    if config.training.compile is True and placement.tensor > 1:
         refuse(
             "blocks whose layers are divided are not compiled: their ranks talk to each other inside",
             "training.compile",

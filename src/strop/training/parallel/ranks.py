@@ -47,6 +47,8 @@ class Alone:
     """Whether all ranks have to make the same number of passes."""
     divided = False
     """Whether a rank has but a part of the trained matrices."""
+    divides_layers = False
+    """Whether a rank has but a part of each layer also while it computes."""
 
     def divide(self, model: nn.Module, *, value_head: nn.Module | None = None) -> Whole:
         """Take this rank's part of a model, in place; what is called for a pass is returned."""
@@ -141,6 +143,7 @@ class Ranks(Alone):
         self.multiple = d.context * (d.tensor if sequence else 1)
         self.passes_together = fsdp
         self.divided = fsdp or d.tensor > 1
+        self.divides_layers = d.tensor > 1
         self._tensor: TensorParallel | None = None
         self._cost = (0, 0)
 

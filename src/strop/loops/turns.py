@@ -1,0 +1,71 @@
+"""Trainer and engine on one device, in turn: each gives its memory back while the other one works."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from strop.loops.base_run import GIB
+from strop.loops.place import Place
+from strop.rollout.engine import Engine
+
+
+class Turns:
+    """Whose turn it is.
+
+        collect -> the engine sleeps -> the state comes back, update -> the state goes away -> the engine wakes, publish
+
+    Args:
+        engine_sleeps: let the engine sleep while the trainer computes (`rollout.engine.sleep`).
+        trainer_offloads: keep the trainer's state in the CPU's memory while the engine samples (`training.offload`).
+    """
+
+    def __init__(self, engine: Engine, place: Place, *, engine_sleeps: bool, trainer_offloads: bool) -> None:
+        self._engine, self._place = engine, place
+        self._engine_sleeps, self._trainer_offloads = engine_sleeps, trainer_offloads
+        self.asleep = False
+        """Whether the engine sleeps. A publication has to come before it is asked for anything."""
+
+    async def engine_done(self) -> dict[str, float]:
+        """The trainer is next: the engine sleeps. Returns what that took, for the metrics."""
+        if not self._engine_sleeps or self.asleep:
+            return {}
+        before, started = _free(), time.perf_counter()
+        await self._engine.sleep()
+        self.asleep = True
+        found = {"time/sleep": time.perf_counter() - started}
+        return found if before is None else found | {"memory/engine_slept_gib": ((_free() or 0) - before) / GIB}
+
+    async def trainer_done(self, *trainers: Any) -> dict[str, float]:
+        """The engine is next, and a publication before that: the trainers' state goes away, and the engine takes its
+        memory, or that part which it does not take in the publication."""
+        found: dict[str, float] = {}
+        if self._trainer_offloads:
+            started = time.perf_counter()
+            moved = await self._place.aside(lambda: sum(trainer.offload() for trainer in trainers))
+            found["time/offload"] = time.perf_counter() - started
+            found["memory/trainer_offloaded_gib"] = moved / GIB
+        if self.asleep:
+            started = time.perf_counter()
+            await self._engine.wake()
+            self.asleep = False
+            found["time/wake"] = time.perf_counter() - started
+        return found
+
+    def update_next(self, *trainers: Any) -> dict[str, float]:
+        """The trainers' state comes back."""
+        if not self._trainer_offloads:
+            return {}
+        started = time.perf_counter()
+        for trainer in trainers:
+            trainer.reload()
+        return {"time/reload": time.perf_counter() - started}
+
+
+def _free() -> int | None:
+    """Bytes of this process's GPU that new tensors could have; None where it has not used one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
