@@ -39,8 +39,8 @@ class EngineSettings(StrictModel):
     server: ServerSettings | None = None
     """Of `sglang` and `openai`: where the servers are."""
     max_sequences: PositiveInt | Auto = "auto"
-    """Of `local` and `vllm`: sequences decoded together; others wait for a free place. `auto` is 256, or fewer if the
-    memory is small."""
+    """Of `local` and `vllm`: sequences decoded together; others wait for a free place. `auto` is 256, on a GPU
+    512, or fewer if the memory is small."""
     prefill_tokens: PositiveInt = 4096
     """Of `local` and `vllm`: prompt tokens processed in one forward pass."""
     pack_weights: bool | Auto = "auto"

@@ -153,7 +153,8 @@ def choose_sizes(
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         cached = 2 * text.num_hidden_layers * heads * size * item * longest
-        rows = max(1, min(256, int(hardware.memory * 0.25 / cached)))
+        most_rows = 512 if hardware.device.type == "cuda" else 256
+        rows = max(1, min(most_rows, int(hardware.memory * 0.25 / cached)))
         if config.supervised is None and (config.offline is None or config.data.eval is not None):
             reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
     sleeps, why = engine_sleeps(config, hardware, model, share=share, reference=reference)
