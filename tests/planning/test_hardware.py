@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,6 +37,10 @@ class Shape:
     @property
     def config(self) -> Shape:
         return self
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        for _ in range(self.num_hidden_layers):
+            yield torch.empty(self.hidden_size, self.hidden_size + self.intermediate_size, device="meta")
 
 
 def machine(memory: float = 16, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Hardware:
