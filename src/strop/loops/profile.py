@@ -91,7 +91,8 @@ class StepProfile:
         found: Operators | None = None
         if self._held is not None:
             found = operators(profiler.events(), START, self._began, self._spans)
-        memory = Memory("GPU" if self._device.type == "cuda" else "process", peak, self._held() if self._held else None)
+        where = "GPU" if self._device.type == "cuda" else "process"
+        memory = Memory(where, peak, self._held() if self._held else None)
         text = page(Page(self.step, self._title, self._began, ended, self._spans, dict(metrics), found, memory))
         target = self.path / "profile.txt"
         target.write_text(text, encoding="utf-8")

@@ -22,7 +22,8 @@ class Operators:
     """Seconds by name. On a GPU these are of its kernels, by the operator that started them; else of operators on the
     CPU, without those that they call.
 
-    by_phase: phase -> operator -> seconds. parts: of training, part -> seconds. busy: seconds in which the GPU had
+    by_phase: phase -> operator -> seconds. parts: of training, part -> seconds, on a CPU with what Python does between
+    the operators of a part. busy: seconds in which the GPU had
     something to do, by phase, and of the whole step under ""; None without one.
     """
 

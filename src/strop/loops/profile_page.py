@@ -130,9 +130,8 @@ def _training(given: Page, found: Operators) -> str:
     from strop.training.ranges import PARTS
 
     total = sum(found.parts.values())
-    lines = [
-        f"{'parts of training':<18}{'seconds':>10}{'share':>9}   ({found.unit} of operators, forward and backward)"
-    ]
+    what = "GPU time" if found.busy is not None else "with what Python does in them"
+    lines = [f"{'parts of training':<18}{'seconds':>10}{'share':>9}   ({what}, forward and backward)"]
     order = [*PARTS, *sorted(set(found.parts) - set(PARTS))]
     lines += [
         f"  {part:<16}{found.parts[part]:>10.4f}{_percent(found.parts[part], total):>9}"
@@ -185,7 +184,8 @@ def _statements(given: Page) -> Iterator[str]:
     parts = sum(found.parts.values())
     if parts and phases.get("training", 0.0) >= 0.2 * given.seconds:
         part, seconds = found.parts.most_common(1)[0]
-        yield f"{_percent(seconds, parts)} of what operators take in training is {part}."
+        of = "the GPU's time in training" if found.busy is not None else "training"
+        yield f"{_percent(seconds, parts)} of {of} is {part}, forward and backward."
     if found.busy is not None:
         idle = max(0.0, given.seconds - found.busy[""])
         yield f"The GPU has nothing to do in {_percent(idle, given.seconds)} of the step."
