@@ -206,7 +206,10 @@ class BaseRun(ABC):
         """Evaluate and write a checkpoint at the intervals that the recipe names, and after the last step."""
         await self._evaluate_and_save_if_due()
         if self.profile is not None and self.step == self.profile.step:
-            self._profile_at = self.profile.end(self._figures)
+            try:
+                self._profile_at = self.profile.end(self._figures)
+            except OSError as error:
+                self.display.message(f"the profile cannot be written: {error}", "warning")
 
     async def _evaluate_and_save_if_due(self) -> None:
         every = self.config.evaluation.every
@@ -324,9 +327,7 @@ class BaseRun(ABC):
         await self.place.aside(self._settle)
         self.directory.update(stopped=self.stopped, best=self._best_score())
         if self.profile is not None:
-            where = (
-                "not made: the run ended before its step" if self._profile_at is None else short_path(self._profile_at)
-            )
+            where = "there is none" if self._profile_at is None else short_path(self._profile_at)
             self.display.message(f"profile of step {self.profile.step}: {where}")
         self.display.finish(
             Summary(

@@ -110,7 +110,7 @@ def _table(given: Page) -> str:
 
     for name, seconds in given.phases().items():
         lines.append(line(name, seconds, name, given.metrics.get(TOKENS.get(name, ""))))
-    lines.append(line("whole step", given.seconds, "", given.metrics.get("throughput/tokens_per_second")))
+    lines.append(line("whole step", given.seconds, "", None))
     rates = [
         f"{given.metrics[name]:.4g} {unit}"
         for name, unit in (("throughput/training_tflops", "TFLOP/s"),)
