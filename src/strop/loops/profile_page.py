@@ -148,14 +148,14 @@ def _operators(given: Page, found: Operators) -> str:
         total = sum(counted.values())
         if total <= 0:
             continue
-        shown = ", ".join(
-            f"{name} {_percent(seconds, total)}" for name, seconds in counted.most_common(MOST) if seconds
-        )
+        most = [f"{name} {_percent(seconds, total)}" for name, seconds in counted.most_common(MOST) if seconds]
+        # A name and its number stay in one line.
+        shown = ", ".join(one.replace(" ", "\N{NO-BREAK SPACE}") for one in most)
         head = f"  {phase:<16}{total:>10.4f}   "
         lines += textwrap.wrap(
             shown, 100, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
         )
-    return "\n".join(lines)
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _memory(memory: Memory) -> str:
