@@ -33,15 +33,15 @@ class Operators:
     busy: dict[str, float] | None = None
 
 
-def operators(events: Iterable[Any], mark: str, began: float, spans: Sequence[Span]) -> Operators:
+def operators(events: Iterable[Any], mark: str, marked: float, spans: Sequence[Span]) -> Operators:
     """Divide the events of torch's profiler among the phases of a step.
 
     Args:
-        events: `FunctionEvent`s, in microseconds of their own clock. mark: name of a range at the beginning of the
-            step. began: when that was by the clock of `spans`.
+        events: `FunctionEvent`s, in microseconds of their own clock. mark: name of a range. marked: when that began by
+            the clock of `spans`.
     """
     events = [e for e in events if not e.is_async and e.name != "[memory]"]
-    shift = next(began - 1e-6 * e.time_range.start for e in events if e.name == mark)
+    shift = next(marked - 1e-6 * e.time_range.start for e in events if e.name == mark)
     host = [e for e in events if e.device_type == DeviceType.CPU]
     kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
     on_gpu = bool(kernels)
