@@ -56,7 +56,40 @@ def test_train_hands_over_recipe_overrides_and_flags(recipe: Path, monkeypatch: 
     assert run("train", recipe, "run.steps=3", "--fresh", "run.seed=4").exit_code == 0
     [(config, rest)] = calls
     assert (config.run.steps, config.run.seed) == (3, 4)
-    assert rest == {"fresh": True, "recipe": str(recipe), "retrain": []}
+    assert rest == {"fresh": True, "recipe": str(recipe), "retrain": [], "profile": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "steps"),
+    [
+        (["--profile"], "default", 40),
+        (["--profile", "7"], 7, 40),
+        (["--profile=7"], 7, 40),
+        (["--profile", "run.steps=9"], "default", 9),
+        (["--profile", "7", "run.steps=9"], 7, 9),
+        (["--profile", "--fresh"], "default", 40),
+    ],
+)
+def test_a_step_behind_profile_may_be_left_out(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: Any, steps: int
+) -> None:
+    calls: list[tuple[Config, dict[str, Any]]] = []
+    stand_in(monkeypatch, "strop.loops.train", train=lambda config, **rest: calls.append((config, rest)))
+    assert run("train", recipe, "run.steps=40", *words).exit_code == 0
+    if "run.steps=9" not in words:
+        assert run("train", *words, recipe, "run.steps=40").exit_code == 0
+    assert {rest["profile"] for _, rest in calls} == {expected}
+    assert {config.run.steps for config, _ in calls} == {steps}
+
+
+@pytest.mark.parametrize("step", ["soon", "2.5", "-1", "+3", "٣"])
+def test_what_is_no_step_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    stand_in(monkeypatch, "strop.loops.train", train=lambda *_, **__: pytest.fail("trained"))
+    result = run("train", recipe, "--profile", step)
+    assert result.exit_code == 2
+    assert f"{step!r} is not the number of a step" in result.stderr
+    assert f"where: --profile {step}" in result.stderr
+    assert "mend:" in result.stderr
 
 
 def test_train_refuses_a_bad_recipe_before_anything_is_imported(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,17 @@ from strop import __version__
 from strop.cli_algorithms import algorithms
 from strop.cli_cluster import cluster
 from strop.cli_launch import launch
-from strop.cli_options import DEBUG, Checkpoint, Debug, Overrides, load, run_or_recipe
+from strop.cli_options import (
+    DEBUG,
+    Checkpoint,
+    Debug,
+    MaybeWithStep,
+    Overrides,
+    Profile,
+    load,
+    run_or_recipe,
+    step_asked,
+)
 from strop.cli_rollouts import replay, rollout
 from strop.errors import StropError, UserError
 
@@ -118,7 +128,7 @@ def _strop(
     """
 
 
-@app.command()
+@app.command(cls=MaybeWithStep)
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe's YAML file.")],
     overrides: Overrides = None,
@@ -127,6 +137,7 @@ def train(
         list[str] | None,
         typer.Option(metavar="STAGE", help="Train this stage of a pipeline, and those that use it, anew."),
     ] = None,
+    profile: Profile = None,
     debug: Debug = False,
 ) -> None:
     """Train, or go on with a stopped run or pipeline.
@@ -139,13 +150,15 @@ def train(
       strop train recipes/quickstart.yaml --fresh
       strop train recipes/pipeline-tiny.yaml stages.ppo.run.steps=20
       strop train recipes/pipeline-tiny.yaml --retrain ppo
+      strop train recipes/quickstart.yaml --fresh --profile 5
     """
     from strop.config.pipeline_loading import load_recipe
 
+    step = step_asked(profile)
     settings = load_recipe(recipe, overrides or [])
     from strop.loops.train import train as train_recipe
 
-    train_recipe(settings, fresh=fresh, recipe=str(recipe), retrain=retrain or [])
+    train_recipe(settings, fresh=fresh, recipe=str(recipe), retrain=retrain or [], profile=step)
 
 
 @app.command()

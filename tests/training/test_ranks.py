@@ -98,7 +98,8 @@ def test_gradients_are_those_of_one_process(case: Case, found: dict[str, Any]) -
         torch.testing.assert_close(theirs[key], mine[key], rtol=1e-4, atol=1e-5, equal_nan=True)
     assert mine["stats"].keys() == theirs["stats"].keys()
     for name, value in mine["stats"].items():
-        assert theirs["stats"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        if not name.startswith("throughput/"):
+            assert theirs["stats"][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     for name, weight in mine["weights"].items():
         # AdamW's first update is the sign of the gradient, so tiny gradients may round to another one.
         far = (weight - theirs["weights"][name]).abs() > 1e-4

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
 from strop.models.forward import score_streams
 from strop.models.load import add_lora
-from strop.training.batching import token_batch
+from strop.training.batching import micro_batches, token_batch
 from strop.training.single import SingleDeviceTrainer
 
 Make = Callable[..., Any]
@@ -249,7 +250,32 @@ def test_metrics_do_not_depend_on_the_micro_batches(tiny_model: Make) -> None:
     for stats in found[1:]:
         assert stats.keys() == found[0].keys()
         for name, value in stats.items():
-            assert value == pytest.approx(found[0][name], rel=1e-4, abs=1e-5), name
+            if not name.startswith("throughput/"):
+                assert value == pytest.approx(found[0][name], rel=1e-4, abs=1e-5), name
+        # A prompt whose group is divided is computed once in each pass.
+        assert stats["throughput/packed_tokens"] <= found[0]["throughput/packed_tokens"]
+
+
+def test_what_a_step_computes_is_counted(tiny_model: Make) -> None:
+    """Tokens of the packed rows and pairs that see each other, over all passes of all epochs."""
+    model = tiny_model()
+    batch = batch_of(model)
+    micros = micro_batches(batch, 10_000, torch.device("cpu"))
+    assert len(micros) == 1
+    tokens = micros[0].inputs.tokens
+    one = trainer_of(copy.deepcopy(model), budget=10_000).update(batch_of(model), grpo())
+    assert one["throughput/packed_tokens"] == tokens < len(batch.input_ids)
+    # Each token sees those before it in its stream; a token that streams share is there once.
+    visible = {}
+    edges = np.concatenate([[0], np.cumsum(batch.lengths().numpy())])
+    for start, end in pairwise(edges):
+        ids = batch.input_ids[start:end].tolist()
+        visible |= {tuple(ids[: at + 1]): at + 1 for at in range(len(ids))}
+    assert one["throughput/attention_pairs"] <= sum(int(length) * (int(length) + 1) // 2 for length in batch.lengths())
+    assert one["throughput/attention_pairs"] >= sum(visible.values())
+    twice = trainer_of(copy.deepcopy(model), budget=10_000, epochs=2).update(batch_of(model), grpo())
+    for name in ("throughput/packed_tokens", "throughput/attention_pairs"):
+        assert twice[name] == 2 * one[name]
 
 
 def test_micro_batches_add_up_in_float32_under_bfloat16(tiny_model: Make) -> None:

@@ -37,6 +37,11 @@ class Demands:
     without_spread: str
     max_refills: int
 
+    @property
+    def asks(self) -> bool:
+        """Whether a model is asked about a batch before it is trained."""
+        return self.reference or self.old_logprobs or self.teacher or self.critic
+
 
 def demands_of(algorithm: Algorithm) -> Demands:
     """Read an algorithm's demands; what it does not have is not asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from strop.models.blocks import check_compiler
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
 from strop.models.scalar import value_head, with_scalar_head
+from strop.planning.flops import ModelWork, work_of
 from strop.planning.hardware import Hardware, Sizes, choose_sizes
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
@@ -76,6 +78,17 @@ class Roles:
     def dtype(self) -> str:
         """The number format that is computed in."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    @cached_property
+    def work(self) -> ModelWork | None:
+        """What training costs; first asked before a trainer divides the weights."""
+        return work_of(self.model)
+
+    @property
+    def card(self) -> str:
+        """The name of the device, as torch gives it."""
+        device = next(self.model.parameters()).device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 class Chosen(Protocol):

@@ -19,6 +19,7 @@ from strop.loops.event_loop import when_asked_to_leave
 from strop.loops.folder import OpenedFolder, close_after, open_folder
 from strop.loops.garbage import look_rarely
 from strop.loops.place import Place
+from strop.loops.profile import StepProfile
 from strop.loops.randomness import random_state, restore_random, set_seed
 from strop.loops.selection import evaluations_of, ranking, stop_reason
 from strop.tracking.display import Display, Summary, make_display
@@ -27,6 +28,7 @@ from strop.tracking.summary import short_path
 from strop.tracking.text import show_metric
 from strop.training.background import Background
 from strop.training.checkpoint import best_checkpoints, point_best, save_checkpoint
+from strop.training.holdings import held_parts
 from strop.training.snapshot import Held, in_background
 
 GIB = 1 << 30
@@ -63,6 +65,10 @@ class BaseRun(ABC):
         """Undoes what `loops/garbage.py` did for the run."""
         self.leaving = False
         """Whether the run was asked to save at the end of this step and to end: its machine is about to be taken."""
+        self.profile: StepProfile | None = None
+        """What records one step; see `profile_step`."""
+        self._profile_at: Path | None = None
+        self._figures: dict[str, float] = {}
 
     @property
     def folder(self) -> Path:
@@ -154,6 +160,17 @@ class BaseRun(ABC):
         self.leaving = True
         self.display.message("asked to leave (SIGUSR1): this step is finished and saved, then the run ends", "warning")
 
+    def profile_step(self, step: int) -> None:
+        """Record a step that is still to come; its profile is in the run's folder."""
+        hardware, here = self.prepared.hardware, self.config.cluster.kind == "local"
+        self.profile = StepProfile(
+            self.folder,
+            step,
+            title=f"{self.folder.name}: {self.roles.loaded.name}, {hardware.reasons[0]}",
+            device=hardware.device if here else torch.device("cpu"),
+            held=self._held_in_memory if here else None,
+        )
+
     # What a kind of run has to say.
 
     @classmethod
@@ -175,6 +192,10 @@ class BaseRun(ABC):
     async def _score_held_out(self) -> dict[str, float]:
         """Scores of the model as it is, on the held-out data, which is there."""
 
+    def _held_in_memory(self) -> dict[str, int]:
+        """Bytes of what is on the device all the time, by name."""
+        return held_parts(self.trainer)
+
     @abstractmethod
     def _about(self) -> dict[str, str]:
         """What the display says of the run beside model, data and device."""
@@ -183,6 +204,14 @@ class BaseRun(ABC):
 
     async def evaluate_and_save_if_due(self) -> None:
         """Evaluate and write a checkpoint at the intervals that the recipe names, and after the last step."""
+        await self._evaluate_and_save_if_due()
+        if self.profile is not None and self.step == self.profile.step:
+            try:
+                self._profile_at = self.profile.end(self._figures)
+            except OSError as error:
+                self.display.message(f"the profile cannot be written: {error}", "warning")
+
+    async def _evaluate_and_save_if_due(self) -> None:
         every = self.config.evaluation.every
         if self._saver.ended or self.config.checkpoint.best is not None:
             # A failure is told at once; and what is best is known of checkpoints that are there.
@@ -201,6 +230,7 @@ class BaseRun(ABC):
         if self.prepared.held_out is None:
             return {}
         self.display.phase("evaluating")
+        started = time.perf_counter()
         self.after = await self._score_held_out()
         if not self.before:
             self.before = dict(self.after)
@@ -209,6 +239,7 @@ class BaseRun(ABC):
         self.metrics.log(self.step, {f"eval/{name}": value for name, value in self.after.items()}, kind="eval")
         self.display.evaluation(self.step, self.after)
         self.directory.update(scores={"before": self.before, "after": self.after})
+        self._note("evaluating", started)
         return self.after
 
     async def save(self) -> Path:
@@ -235,7 +266,7 @@ class BaseRun(ABC):
             save()
             self.directory.update(best=self._best_score())
         self._saved_at = step
-        self._waited += time.perf_counter() - started
+        self._waited += self._note("checkpoint", started)
         return self._checkpoint_of(step)
 
     def _settle(self) -> None:
@@ -271,6 +302,18 @@ class BaseRun(ABC):
         found: tuple[int, int] = self.trainer.held_bytes()
         return found
 
+    def _note(self, phase: str, started: float, ended: float | None = None) -> float:
+        """Tell the profile, if one is made, of a phase that has ended, now or then; returns its seconds."""
+        ended = time.perf_counter() if ended is None else ended
+        if self.profile is not None:
+            self.profile.note(phase, started, ended)
+        return ended - started
+
+    def _begin_step(self) -> None:
+        """The next step begins."""
+        if self.profile is not None:
+            self.profile.begin(self.step + 1)
+
     def _take_waited(self) -> dict[str, float]:
         """What the loop waited for checkpoints since this was last asked, for the metrics of a step."""
         waited, self._waited = self._waited, 0.0
@@ -283,6 +326,9 @@ class BaseRun(ABC):
         model = await self.save() / "model"
         await self.place.aside(self._settle)
         self.directory.update(stopped=self.stopped, best=self._best_score())
+        if self.profile is not None:
+            where = "there is none" if self._profile_at is None else short_path(self._profile_at)
+            self.display.message(f"profile of step {self.profile.step}: {where}")
         self.display.finish(
             Summary(
                 run=self.folder,
@@ -305,6 +351,8 @@ class BaseRun(ABC):
 
     async def close(self, error: BaseException | None) -> None:
         """Give back everything; the run's manifest notes how it ended."""
+        if self.profile is not None:
+            self.profile.abandon()
         self.look_as_before()
         self.display.close()
         self.metrics.close()

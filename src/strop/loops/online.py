@@ -32,9 +32,11 @@ class TrainingSummary:
     stopped: str = ""
 
 
-async def train_online(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
+async def train_online(
+    config: Config, *, fresh: bool, recipe: str | None, profile: int | None = None
+) -> TrainingSummary:
     """See `strop.train`."""
-    async with open_run(config, fresh=fresh, recipe=recipe) as run:
+    async with open_run(config, fresh=fresh, recipe=recipe, profile=profile) as run:
         await run.begin()
         while not run.done:
             groups = await run.collect()
@@ -50,13 +52,21 @@ async def train_online(config: Config, *, fresh: bool, recipe: str | None) -> Tr
 
 
 @asynccontextmanager
-async def open_run(config: Config, *, fresh: bool = False, recipe: str | None = None) -> AsyncIterator[Run]:
-    """A run with everything in memory, at the step it had reached. Leaving it closes files and gives the lock back."""
+async def open_run(
+    config: Config, *, fresh: bool = False, recipe: str | None = None, profile: int | None = None
+) -> AsyncIterator[Run]:
+    """A run with everything in memory, at the step it had reached. Leaving it closes files and gives the lock back.
+
+    Args:
+        profile: a step to record, 1 for the first (`loops/profile.py`).
+    """
     with prepare(config) as prepared:
         # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
         from strop.loops.run import Run
 
         async with Run.opened(prepared, fresh=fresh, recipe=recipe) as run:
+            if profile is not None:
+                run.profile_step(profile)
             yield run
 
 

@@ -52,6 +52,7 @@ class RemoteRoles(assembly.Roles):
     def __init__(self, loaded: Loaded, facts: Facts) -> None:
         super().__init__(loaded, None, facts.sizes)
         self._facts = facts
+        self.work = facts.work
 
     @property
     def vocabulary(self) -> int:
@@ -64,6 +65,10 @@ class RemoteRoles(assembly.Roles):
     @property
     def dtype(self) -> str:
         return self._facts.dtype
+
+    @property
+    def card(self) -> str:
+        return self._facts.card
 
 
 class Processes:

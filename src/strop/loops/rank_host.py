@@ -23,6 +23,7 @@ from strop.loops import assembly
 from strop.loops.base_run import settle
 from strop.loops.critic import Critic, make_critic
 from strop.loops.randomness import random_state, restore_random
+from strop.planning.flops import ModelWork
 from strop.planning.hardware import Hardware, choose_hardware
 from strop.publishing.receiver import Receiver
 from strop.publishing.shared import SharedPublisher
@@ -64,6 +65,8 @@ class Facts:
     parameters: str
     dtype: str
     device: str
+    card: str
+    work: ModelWork | None
     sizes: Any
     reasons: tuple[str, ...]
 
@@ -335,6 +338,8 @@ def facts_of(task: Task, roles: assembly.Roles, why: str) -> Facts:
         parameters=roles.parameters,
         dtype=roles.dtype,
         device=task.hardware.reasons[0],
+        card=roles.card,
+        work=roles.work,
         sizes=roles.sizes,
         reasons=(why,) if why else (),
     )

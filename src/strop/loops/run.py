@@ -23,6 +23,7 @@ from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
 from strop.loops.place import Place, find_place
 from strop.loops.prepare import Prepared
+from strop.loops.speed import Speed
 from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
 from strop.loops.teacher import Teachers, load_teacher
 from strop.loops.turns import Turns
@@ -34,6 +35,7 @@ from strop.rollout.episode import Episode, Group, TokenStream
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
+from strop.training.holdings import held_parts
 from strop.training.snapshot import Held
 
 CURRICULUM = "curriculum.safetensors"
@@ -84,6 +86,8 @@ class Run(BaseRun):
         self._recorded = False
         self._said_nothing_left = False
         self._batch_metrics: dict[str, float] = {}
+        own_critic = self._demands.critic and not self.config.critic.shared
+        self._speed = Speed(self.config, roles, own_critic=own_critic)
 
     # The verbs of the loop, in the order in which it calls them.
 
@@ -105,6 +109,7 @@ class Run(BaseRun):
 
     async def collect(self) -> list[Group]:
         """The next window: sampled or read, scored, in order of admission."""
+        self._begin_step()
         await self._wake()
         self.display.phase(self.collector.phase)
         started = time.perf_counter()
@@ -114,10 +119,10 @@ class Run(BaseRun):
         groups = await self.collector.next_window(self.step)
         if curriculum is not None:
             record_window(curriculum, groups, self.collector.discarded, self.config)
-        ended = time.perf_counter()
+        sampled = self.collector.last_completion
         self._times = {
-            "time/sampling": self.collector.last_completion - started,
-            "time/verifying": ended - self.collector.last_completion,
+            "time/sampling": self._note(self.collector.phase, started, sampled),
+            "time/verifying": self._note("verifying", sampled),
         }
         self._times["start"] = started
         self._times |= await self._turns.engine_done()
@@ -155,7 +160,7 @@ class Run(BaseRun):
         self._batch_metrics |= step_batch.fill(
             batch, self.algorithm, self._demands, self.trainer, self.teacher, self.critic
         )
-        self._times["time/scoring"] = time.perf_counter() - started
+        self._times["time/scoring"] = self._note("scoring", started)
         return batch
 
     async def update(self, batch: TokenBatch) -> dict[str, float]:
@@ -166,6 +171,8 @@ class Run(BaseRun):
         self.display.phase("training")
         self._times |= self._turns.update_next(*self._trainers)
         started = time.perf_counter()
+        alone = False
+        stats: dict[str, float]
         if self.critic is None:
             stats = self.trainer.update(batch, self.algorithm)
         else:
@@ -173,7 +180,8 @@ class Run(BaseRun):
             stats = self.critic.update_both(batch, self.trainer, alone=alone)
         # Where a correction has measured the mismatch, it did so before it took tokens out.
         stats |= step_batch.mismatch(batch, recorded=self._recorded) | self._batch_metrics
-        self._times["time/training"] = time.perf_counter() - started
+        self._times["time/training"] = self._note("training", started)
+        stats |= self._speed.figures(batch, stats, self._times, whole=not alone)
         return stats
 
     async def publish(self) -> dict[str, float]:
@@ -181,7 +189,7 @@ class Run(BaseRun):
         self._times |= await self._turns.trainer_done(*self._trainers)
         started = time.perf_counter()
         found = await self.publisher.publish(self.trainer, version=self.step)
-        self._times["time/publishing"] = time.perf_counter() - started
+        self._times["time/publishing"] = self._note("publishing", started)
         self._times |= {name: value for name, value in found.items() if name != "publish/version"}
         return found
 
@@ -190,7 +198,7 @@ class Run(BaseRun):
         started = time.perf_counter()
         sampled = [*groups, *self.collector.discarded]
         self._seen = await self._watch.look(self.step, sampled, self.evaluations)
-        self._times["time/alarms"] = time.perf_counter() - started
+        self._times["time/alarms"] = self._note("alarms", started)
         return self._seen
 
     def record(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
@@ -202,7 +210,8 @@ class Run(BaseRun):
             RunFailure: an alarm was raised, and `alarms.action` is `stop`. OSError: the episodes of this step or the
                 one before cannot be written.
         """
-        metrics = self.step_metrics(groups, batch, stats) | self._seen
+        started = time.perf_counter()
+        metrics = self._figures = self.step_metrics(groups, batch, stats) | self._seen
         self._tokens["sampled"] += int(metrics.get("tokens/sampled", 0))
         self._tokens["trained"] += int(metrics["tokens/trained"])
         every = self.config.tracking.episodes_every
@@ -215,6 +224,7 @@ class Run(BaseRun):
         sample = sample_of(groups, self._texts, self.step)
         self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
         self._warn_of_curriculum(metrics)
+        self._note("recording", started)
         self._watch.stop_if_asked()
         return metrics
 
@@ -229,10 +239,14 @@ class Run(BaseRun):
             metrics |= self.stream.curriculum.metrics()
         tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
         if self.config.offline is None:
+            metrics["throughput/sampling_tokens_per_second"] = tokens / max(metrics["time/sampling"], 1e-9)
             metrics["staleness/max"] = float(self.step - 1 - step_batch.served_versions(batch).min())
         else:
             # Nobody sampled anything, and versions count the steps of another run.
             metrics["tokens/read"] = metrics.pop("tokens/sampled")
+        if self._demands.asks:
+            scored = batch.input_ids.shape[0] / max(metrics["time/scoring"], 1e-9)
+            metrics["throughput/scoring_tokens_per_second"] = scored
         return metrics | {
             "tokens/trained": float(batch.loss_mask.sum()),
             "time/step": seconds,
@@ -366,6 +380,14 @@ class Run(BaseRun):
     def _held_bytes(self) -> tuple[int, int]:
         needed, free = super()._held_bytes()
         return needed + (0 if self.critic is None else self.critic.held_bytes()[0]), free
+
+    def _held_in_memory(self) -> dict[str, int]:
+        found = super()._held_in_memory()
+        if self.critic is not None and self.critic.trainer is not self.trainer:
+            found["critic"] = sum(held_parts(self.critic.trainer).values())
+        if cache := self.engine.take_stats().extra.get("kv_cache_bytes"):
+            found["kv cache"] = int(cache)
+        return found
 
     async def _score_held_out(self) -> dict[str, float]:
         await self._wake()

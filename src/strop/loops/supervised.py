@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from strop.loops.supervised_run import SupervisedRun
 
 
-async def train_supervised(config: Config, *, fresh: bool, recipe: str | None) -> TrainingSummary:
+async def train_supervised(
+    config: Config, *, fresh: bool, recipe: str | None, profile: int | None = None
+) -> TrainingSummary:
     """See `strop.train`."""
-    async with open_supervised_run(config, fresh=fresh, recipe=recipe) as run:
+    async with open_supervised_run(config, fresh=fresh, recipe=recipe, profile=profile) as run:
         await run.begin()
         while not run.done:
             # Where an interrupt is seen: between steps, never within one.
@@ -33,12 +35,18 @@ async def train_supervised(config: Config, *, fresh: bool, recipe: str | None) -
 
 @asynccontextmanager
 async def open_supervised_run(
-    config: Config, *, fresh: bool = False, recipe: str | None = None
+    config: Config, *, fresh: bool = False, recipe: str | None = None, profile: int | None = None
 ) -> AsyncIterator[SupervisedRun]:
-    """A run with everything in memory, at the step it had reached. Leaving it closes files and gives the lock back."""
+    """A run with everything in memory, at the step it had reached. Leaving it closes files and gives the lock back.
+
+    Args:
+        profile: a step to record, 1 for the first (`loops/profile.py`).
+    """
     prepared = prepare_examples(config)
     # Not at the top of the file: this imports torch, which takes seconds, and a wrong path is found before.
     from strop.loops.supervised_run import SupervisedRun
 
     async with SupervisedRun.opened(prepared, fresh=fresh, recipe=recipe) as run:
+        if profile is not None:
+            run.profile_step(profile)
         yield run

@@ -24,6 +24,7 @@ from strop.loops.folder import OpenedFolder
 from strop.loops.place import Place, find_place
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.reference import FILE, AskedReference, row_names
+from strop.loops.speed import Speed
 from strop.loops.targets import TargetSource, check_unchanged, target_source, usable_rows
 from strop.tracking.display import Display, StepView
 from strop.tracking.summary import short_path
@@ -70,6 +71,7 @@ class SupervisedRun(BaseRun):
             scalar=prepared.scalar,
             reference=getattr(self.objective, "needs_reference", False) and self._asked is None,
         )
+        self._speed = Speed(config, self.roles)
         self._held_out: tuple[list[ExampleRow], TokenBatch] | None = None
         self._step_started = 0.0
 
@@ -86,6 +88,7 @@ class SupervisedRun(BaseRun):
 
     async def next_batch(self) -> TokenBatch:
         """The examples of the next step, with what the reference says of them."""
+        self._begin_step()
         return await self.place.aside(self._next_batch)
 
     def _next_batch(self) -> TokenBatch:
@@ -96,7 +99,7 @@ class SupervisedRun(BaseRun):
         self._fill(batch, "train", rows, f"step-{self.step}")
         if self.settings.neftune_alpha is not None:
             batch.draw_keys = draw_keys(rows, self.config.run.seed)
-        self._times = {"time/preparing": time.perf_counter() - self._step_started}
+        self._times = {"time/preparing": self._note("preparing", self._step_started)}
         return batch
 
     async def update(self, batch: TokenBatch) -> dict[str, float]:
@@ -106,13 +109,14 @@ class SupervisedRun(BaseRun):
     def _update(self, batch: TokenBatch) -> dict[str, float]:
         self.display.phase("training")
         started = time.perf_counter()
-        stats = self.trainer.update(batch, self.objective)
-        self._times["time/training"] = time.perf_counter() - started
-        return stats
+        stats: dict[str, float] = self.trainer.update(batch, self.objective)
+        self._times["time/training"] = self._note("training", started)
+        return stats | self._speed.figures(batch, stats, self._times)
 
     def record(self, batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
         """Write the step's metrics, and show them; returns all metrics."""
-        seconds = time.perf_counter() - self._step_started
+        started = time.perf_counter()
+        seconds = started - self._step_started
         tokens = int(batch.input_ids.shape[0])
         trained = int(batch.loss_mask.sum())
         self._tokens["trained"] += trained
@@ -125,8 +129,10 @@ class SupervisedRun(BaseRun):
             "throughput/tokens_per_second": tokens / seconds,
             "memory/process_gib": memory_bytes()["process"] / GIB,
         }
+        self._figures = metrics
         self.metrics.log(self.step, metrics)
         self.display.step(StepView(self.step, self.config.run.steps, metrics))
+        self._note("recording", started)
         return metrics
 
     # What the verbs stand on.

@@ -33,6 +33,14 @@ class Layout:
     position_ids: np.ndarray
     segments: tuple[Segment, ...]
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of a token and one that it sees, itself included."""
+        before = [sum(self.segments[at].length for at in segment.prefix) for segment in self.segments]
+        return sum(
+            s.length * first + s.length * (s.length + 1) // 2 for s, first in zip(self.segments, before, strict=True)
+        )
+
     def keys_of(self, index: int) -> np.ndarray:
         """Packed positions that the last token of a segment attends to, in order of position, int64."""
         segment = self.segments[index]

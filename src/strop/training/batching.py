@@ -63,13 +63,16 @@ class MicroBatch:
     """Sequences that go through the model in one pass.
 
     sequences: [n] indices into the mini-batch, increasing. batch: their cut of the flat batch. inputs: their packed
-    row. trained: [N] places in the cut where the loss mask is True, in the order of `inputs.targets`.
+    row. trained: [N] places in the cut where the loss mask is True, in the order of `inputs.targets`. tokens, pairs: of
+    the row without what it is filled up with: tokens, and pairs of a token and one that it sees.
     """
 
     sequences: Tensor
     batch: TokenBatch
     inputs: PackedInputs
     trained: Tensor
+    tokens: int = 0
+    pairs: int = 0
 
     def scatter(self, values: Tensor) -> Tensor:
         """[T of the cut] float32 with values [N] at the trained tokens and 0 elsewhere; differentiable.
@@ -172,7 +175,8 @@ def _micro_batch(
     device: torch.device,
     multiple: int,
 ) -> MicroBatch:
-    packed = padded(pack([streams[at] for at in part], [heads[at] for at in part]), multiple)
+    own = pack([streams[at] for at in part], [heads[at] for at in part])
+    packed = padded(own, multiple)
     sequences = torch.tensor(part)
     cut = batch.select(sequences)
     return MicroBatch(
@@ -180,6 +184,8 @@ def _micro_batch(
         batch=cut.mapped(lambda value: moved(value, device)),
         inputs=packed_inputs(packed, [masks[at] for at in part], device),
         trained=moved(torch.nonzero(cut.loss_mask)[:, 0], device),
+        tokens=len(own.layout.input_ids),
+        pairs=own.layout.pairs,
     )
 
 

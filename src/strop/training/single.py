@@ -30,6 +30,7 @@ from strop.training.batching import MicroBatch, Passes, filler, micro_batches, m
 from strop.training.optimizer import MasterOptimizer
 from strop.training.parallel.ranks import Alone, Whole
 from strop.training.protocol import Role
+from strop.training.ranges import named, named_plan
 from strop.training.snapshot import Held
 from strop.training.store import VALUE_HEAD, Store
 from strop.training.targets import forward_on_targets
@@ -266,7 +267,7 @@ class SingleDeviceTrainer:
     def _running(self, model: Any, plan: Plan) -> Iterator[None]:
         """A plan for a model's attention, and how its blocks are computed, for one pass."""
         blocks = self._blocks if model is self.model else None
-        with running(model, plan), nullcontext() if blocks is None else blocks.used():
+        with running(model, named_plan(plan)), nullcontext() if blocks is None else blocks.used():
             yield
 
     def _plan(self, micro: MicroBatch) -> Plan:
@@ -308,23 +309,25 @@ class SingleDeviceTrainer:
         places = inputs.places if self._head == "score" else inputs.predictors
         mine, count = ranks.mine(inputs, places), len(places)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            hidden = ranks.hidden(model, inputs)
+            with named("blocks"):
+                hidden = ranks.hidden(model, inputs)
             if self._head != "logprobs":
                 at_head = ranks.at(hidden, places, vocabulary=False)
                 scores = ranks.together(packed_scores(model, at_head), mine, count)
                 return Given(scores, torch.zeros_like(scores), torch.zeros_like(scores))
             own_hits = hits if mine is None or hits is None else hits.new_zeros(len(mine))
-            logprobs, spread = token_logprobs(
-                model,
-                ranks.at(hidden, places, vocabulary=True),
-                inputs.targets if mine is None else inputs.targets[mine],
-                temperature=temperature,
-                chunk=self._chunk,
-                entropy=entropy,
-                hits=own_hits,
-                even=even,
-                vocabulary=ranks.vocabulary(),
-            )
+            with named("output head"):
+                logprobs, spread = token_logprobs(
+                    model,
+                    ranks.at(hidden, places, vocabulary=True),
+                    inputs.targets if mine is None else inputs.targets[mine],
+                    temperature=temperature,
+                    chunk=self._chunk,
+                    entropy=entropy,
+                    hits=own_hits,
+                    even=even,
+                    vocabulary=ranks.vocabulary(),
+                )
             logprobs = ranks.together(logprobs, mine, count)
             spread = ranks.together(spread, mine, count)
             if hits is not None and own_hits is not None and mine is not None:
@@ -347,10 +350,11 @@ class SingleDeviceTrainer:
         sampled = batch.sampler_logprobs[batch.versions >= 0]
         first = first and len(sampled) > 0 and not bool(torch.isnan(sampled).all())
         # Noise belongs to a sequence, so none may be computed together with another.
-        cut = self._cut(batch, objective, share=not self._neftune_alpha)
+        with named("packing"):
+            cut = self._cut(batch, objective, share=not self._neftune_alpha)
         for at, micro in enumerate(cut, start=1):
             self._ranks_of.begin(self._whole, last=at == len(cut))
-            with self._running(self.model, self._plan(micro)), self._noise(micro):
+            with self._running(self.model, self._plan(micro)), self._noise(micro), named("loss"):
                 given, found, terms, entropy = self._loss(micro, objective, denominators)
                 if len(micro.trained):
                     torch.stack(list(terms.values())).sum().backward()
@@ -363,13 +367,14 @@ class SingleDeviceTrainer:
             seen.append((micro.sequences, values))
             if first:
                 totals.mismatch(micro.scatter(values), micro, trained)
-        if self._ranks is None or head_alone:
-            totals.updated(self.optimizer.step())
-        else:
-            penalty = self._ranks.penalty()
-            penalty.backward()
-            totals.add_term("orthogonality", penalty.detach())
-            totals.updated(self.optimizer.step(self._ranks.reallocate))
+        with named("optimizer"):
+            if self._ranks is None or head_alone:
+                totals.updated(self.optimizer.step())
+            else:
+                penalty = self._ranks.penalty()
+                penalty.backward()
+                totals.add_term("orthogonality", penalty.detach())
+                totals.updated(self.optimizer.step(self._ranks.reallocate))
         return seen
 
     def _cut(self, batch: TokenBatch, objective: Objective, *, share: bool = True) -> Passes:

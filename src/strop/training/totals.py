@@ -19,6 +19,7 @@ class Totals:
         self.once: dict[str, Tensor] = {}
         self.rates: list[float] = []
         self.norms: list[Tensor] = []
+        self.counted = {"throughput/packed_tokens": 0, "throughput/attention_pairs": 0}
 
     def add(
         self,
@@ -29,6 +30,8 @@ class Totals:
         trained: int,
         counted: float,
     ) -> None:
+        self.counted["throughput/packed_tokens"] += micro.tokens
+        self.counted["throughput/attention_pairs"] += micro.pairs
         loss = torch.zeros((), device=micro.trained.device)
         for name, term in terms.items():
             loss = loss + term.detach()
@@ -70,8 +73,9 @@ class Totals:
 
     def means(self, ranks: Alone) -> dict[str, float]:
         updates = max(1, len(self.norms))
-        parts = [({k: float(v) for k, v in each.items()}) for each in (self.sums, self.maxima, self.once)]
-        sums, maxima, once = {}, {}, {}
+        found_here = (self.sums, self.maxima, self.once, self.counted)
+        parts = [({k: float(v) for k, v in each.items()}) for each in found_here]
+        sums, maxima, once, counted = {}, {}, {}, dict.fromkeys(self.counted, 0.0)
         for of_rank in ranks.all_of(parts):
             for name, value in of_rank[0].items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -83,7 +87,9 @@ class Totals:
                     if name.endswith("_max") or name.endswith("/max")
                     else (once.get(name, 0.0) + value)
                 )
-        found = {name: value / updates for name, value in sums.items()} | maxima | once
+            for name, value in of_rank[3].items():
+                counted[name] += value
+        found = {name: value / updates for name, value in sums.items()} | maxima | once | counted
         if self.norms:
             found["grad_norm"] = float(torch.stack(self.norms).mean())
             found["learning_rate"] = self.rates[-1]
