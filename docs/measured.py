@@ -32,7 +32,8 @@ SIDES = {
 }
 ENGINES = {
     "vllm": "strop, `vllm`",
-    "local": "strop, `local`",
+    "local": "strop, `local`, graphs only",
+    "local-compiled": "strop, `local`",
     "generate": "transformers, `generate`",
     "generate-static": "transformers, `generate`, static cache",
 }
@@ -89,6 +90,33 @@ def steps_against_trl(result: Result) -> Iterator[str]:
         yield f"{SIDES[theirs]} takes {ratio['total']:.2f} times as long as {SIDES[ours]}."
     yield from _failures(sides, SIDES)
     yield _where_of(result, sides)
+
+
+def trainer(result: Result) -> Iterator[str]:
+    """Tokens a second and memory of the trainer's updates."""
+    cases = result["numbers"]["cases"]
+    done = {name: case for name, case in cases.items() if "failed" not in case}
+    yield f"Updates of the trainer, `{_command(result)}`:"
+    yield (
+        "Forward, backward and optimizer over whole streams of one length, of models with random weights in bfloat16 "
+        "with float32 masters; MFU counts causal attention, and nothing that is recomputed."
+    )
+    rows = [
+        [
+            name,
+            case["shape"],
+            f"{case['length']:,}",
+            f"{case['tokens_per_second']:,.0f}",
+            f"{case['mfu']:.1%}",
+            _number(case["peak_gib"]),
+            _number(case["first"]),
+        ]
+        for name, case in done.items()
+    ]
+    yield _table(["", "model", "stream", "tokens/s", "MFU", "peak, GiB", "first update, s"], rows)
+    yield from _failures(cases, {name: name for name in cases})
+    card = next((case["card"] for case in done.values()), "an unknown card")
+    yield _where(result, card, *(case["versions"] for case in done.values()))
 
 
 def engines(result: Result) -> Iterator[str]:
@@ -155,6 +183,7 @@ def recipes(result: Result) -> Iterator[str]:
 
 
 TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
+    "trainer_gpu": trainer,
     "against_trl_gpu": steps_against_trl,
     "engines_gpu": engines,
     "publishing_h200": publishing,
