@@ -1,4 +1,4 @@
-"""Kernels for GPUs against plain computations of the same in higher precision."""
+"""Packed attention on a GPU in half precision, beside the same in float32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from strop.models.attention import running
 from strop.models.blocks import ChangedBlocks
 from strop.models.forward import packed_inputs, packed_logprobs
 from strop.models.layout import pack
-from strop.models.logprobs import _Head, _LinearLogprobs, linear_logprobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,46 +23,6 @@ pytestmark = [
 
 def gap(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("entropy", ["none", "value", "graph"])
-@pytest.mark.parametrize("which", ["all", "frozen", "even"])
-def test_fused_logprobs_are_those_of_the_plain_way(dtype: torch.dtype, entropy: Any, which: str) -> None:
-    torch.manual_seed(0)
-    count, width, vocabulary = 301, 64, 9001
-    hidden = torch.randn(count, width, device="cuda", dtype=dtype)
-    weight = torch.randn(vocabulary, width, device="cuda", dtype=dtype) / 4
-    bias = torch.randn(vocabulary, device="cuda", dtype=dtype)
-    targets = torch.randint(0, vocabulary, (count,), device="cuda")
-    factor = torch.ones(count, device="cuda") if which == "even" else torch.randn(count, device="cuda")
-
-    def run(way: Any, number: torch.dtype) -> tuple[torch.Tensor, ...]:
-        h, w, b = (x.detach().to(number).requires_grad_() for x in (hidden, weight, bias))
-        if which == "frozen":
-            w, b = w.detach(), b.detach()
-        hits = torch.zeros(count, device="cuda")
-        logprobs, spread = way(h, w, b, hits)
-        loss = (logprobs * factor).sum()
-        if entropy == "graph":
-            loss = loss + (spread * factor.flip(0)).sum()
-        loss.backward()
-        grads = [x.grad for x in (h, w, b) if x.grad is not None]
-        return (logprobs.detach(), hits, *grads, *([] if entropy == "none" else [spread.detach()]))
-
-    found = run(
-        lambda h, w, b, hits: linear_logprobs(
-            h, w, targets, bias=b, temperature=0.7, chunk=128, entropy=entropy, hits=hits, even=which == "even"
-        ),
-        dtype,
-    )
-    wanted = run(
-        lambda h, w, b, hits: _LinearLogprobs.apply(h, w, b, targets, _Head(0.7, None, 128, entropy, hits)),
-        torch.float64,
-    )
-    assert len(found) == len(wanted)
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert gap(mine, theirs) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def model_of(window: int | None, dtype: torch.dtype) -> Any:

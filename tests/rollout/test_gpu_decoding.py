@@ -1,4 +1,4 @@
-"""The local engine's decoding on a GPU: its attention kernel, and captured steps beside plain ones."""
+"""The local engine's decoding on a GPU: captured steps beside plain ones."""
 
 from __future__ import annotations
 
@@ -17,32 +17,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 64), (8, 8, 48), (16, 2, 128), (2, 1, 16)])
-@pytest.mark.parametrize("window", [None, 70])
-def test_decoding_kernel(dtype: torch.dtype, heads: int, shared: int, size: int, window: int | None) -> None:
-    from strop.rollout.engines.decode_kernel import decode_attention
-
-    torch.manual_seed(0)
-    rows, capacity = 5, 300
-    lengths = torch.tensor([0, 1, 64, 200, 299], device="cuda", dtype=torch.int32)
-    keys, values = (torch.randn(rows + 2, shared, capacity, size, device="cuda", dtype=dtype) for _ in range(2))
-    query = torch.randn(1, rows, heads, size, device="cuda", dtype=dtype).transpose(1, 2)[0].transpose(0, 1)
-    key, value = (torch.randn(rows, shared, size, device="cuda", dtype=dtype) for _ in range(2))
-    untouched = keys.clone()
-    found = decode_attention(query, key, value, keys, values, lengths, scaling=0.2, window=window)
-    for row, length in enumerate(lengths.tolist()):
-        assert torch.equal(keys[row, :, length], key[row])
-        assert torch.equal(values[row, :, length], value[row])
-        assert torch.equal(keys[row, :, :length], untouched[row, :, :length])
-        first = 0 if window is None else max(0, length + 1 - window)
-        k, v = (x[row, :, first : length + 1].repeat_interleave(heads // shared, 0).double() for x in (keys, values))
-        weights = torch.softmax((k @ query[row].double()[..., None])[..., 0] * 0.2, -1)
-        wanted = (weights[..., None] * v).sum(1)
-        assert float((found[row].double() - wanted).norm() / wanted.norm()) < (2e-6 if dtype == torch.float32 else 1e-2)
-    assert torch.equal(keys[rows:], untouched[rows:])
 
 
 def model_of(dtype: torch.dtype) -> Any:
