@@ -12,6 +12,7 @@ import torch
 
 from strop.models.forward import score_streams
 from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings, WeightUpdate
+from strop.rollout.engines.graphs import NotCaptured
 from strop.rollout.engines.local import LocalEngine
 from strop.rollout.sampling import stream_key, uniforms
 
@@ -362,6 +363,28 @@ async def test_a_failure_reaches_every_caller_and_the_engine_works_again(
             assert "no room" in str(result)
             assert isinstance(result.__cause__, MemoryError)
     same(await sample(engine, groups()), [one_at_a_time(model, r) for r in groups()])
+
+
+async def test_a_model_that_cannot_be_captured_is_decoded_plainly(
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    plain = engine_of(model)
+    expected = await sample(plain, groups())
+    await plain.close()
+
+    class Refuses:
+        def step(self, *given: Any) -> Any:
+            raise NotCaptured("it has sinks")
+
+    engine = engine_of(model)
+    monkeypatch.setattr(engine, "_capture", True)
+    monkeypatch.setattr(engine, "_decoder", Refuses)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs.*it has sinks") as warned:
+        found = await sample(engine, groups())
+    assert len(warned) == 1
+    same(found, expected)
+    await engine.close()
 
 
 async def test_close_ends_what_runs(tiny_model: Make) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from strop.errors import ModelError
 from strop.models.attention import Scores, running
 from strop.models.blocks import ChangedBlocks
 from strop.models.forward import backbone
@@ -24,6 +23,10 @@ _FEW = (1, 2, 4, 8, 16, 24, 32)
 _STEP = 32
 # How often a step is computed before it is captured: kernels are chosen and compiled then.
 _WARM_UP = 2
+
+
+class NotCaptured(Exception):
+    """A model's decoding step cannot be a graph: it asks the GPU for something on the way, or for other attention."""
 
 
 class GraphDecoder:
@@ -67,6 +70,10 @@ class GraphDecoder:
         Args:
             tokens: int64 [n], the newest, which the cache does not hold yet. lengths: int64 [n], tokens it holds.
             temperatures: float32 [n]. u: float64 [n], see `draw`.
+
+        Raises:
+            NotCaptured: the step is to be computed in another way; the cache is as it was, but for places behind the
+                tokens that it holds.
         """
         count = len(tokens)
         for held, given in zip(self._inputs, (tokens, lengths, temperatures, u), strict=True):
@@ -75,7 +82,10 @@ class GraphDecoder:
         # Rows that only fill up compute a first token of theirs again and again.
         self._lengths[count:size].zero_()
         if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
+            try:
+                self._graphs[size] = self._capture(size)
+            except Exception as error:
+                raise NotCaptured(f"{type(error).__name__}: {error}") from error
         graph, drawn, logprobs = self._graphs[size]
         graph.replay()
         return drawn[:count].cpu().numpy(), logprobs[:count].cpu().numpy()
@@ -131,21 +141,18 @@ class _Step:
         from strop.rollout.engines.decode_kernel import decode_attention
 
         if not scores.plain:
-            raise ModelError("attention with soft-caps or sinks is not captured")
+            raise NotCaptured("its attention caps scores or has sinks")
         keys, values = self._cache.layer(layer, key, value)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         out = decode_attention(q, k, v, keys, values, self._lengths, scaling=scores.scaling, window=scores.window)
         return out.unsqueeze(0)
 
 
-def capturable(model: nn.Module, device: torch.device) -> bool:
-    """Whether decoding steps of a model can be captured there."""
+def capturable(device: torch.device) -> bool:
+    """Whether steps can be captured on a device at all."""
     from torch.utils._triton import has_triton
 
-    config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    plain = getattr(text, "attn_logit_softcapping", None) is None and "gpt_oss" not in str(text.model_type)
-    return device.type == "cuda" and plain and bool(has_triton())
+    return device.type == "cuda" and bool(has_triton())
 
 
-__all__ = ["GraphDecoder", "capturable"]
+__all__ = ["GraphDecoder", "NotCaptured", "capturable"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from strop.models.layout import pack
 from strop.models.logprobs import output_head
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
 from strop.rollout.engines import packed_linear
-from strop.rollout.engines.graphs import GraphDecoder, capturable
+from strop.rollout.engines.graphs import GraphDecoder, NotCaptured, capturable
 from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
 from strop.rollout.engines.stopping import ends_with_stop, stop_tail
 from strop.rollout.sampling import draw, stream_key, uniforms
@@ -85,7 +86,8 @@ class LocalEngine:
         eos_ids: tokens that end a completion. seed: of the run. context: longest prompt + completion.
         max_sequences: rows decoded together. prefill_tokens: prompt tokens in one forward pass.
         pack_weights: hold a second copy of the weights for small matrix products; None decides by the model.
-        graphs: on a GPU, capture decoding steps as CUDA graphs, where the model allows it. compiled: compile the blocks
+        graphs: on a GPU, capture decoding steps as CUDA graphs; a model that does not allow it is decoded without.
+            compiled: compile the blocks
             of captured steps by torch.compile.
     """
 
@@ -117,7 +119,7 @@ class LocalEngine:
         self._head: tuple[int, Callable[[Tensor], Tensor]] | None = None
         self._cache: KVCache | None = None
         self._graphs: Any = None
-        self._capture = graphs and capturable(model, self._device)
+        self._capture = graphs and capturable(self._device)
         self._compiled = compiled
         self._version = 0
         self._waiting: deque[_Sequence] = deque()
@@ -322,10 +324,7 @@ class LocalEngine:
     def _decode(self) -> None:
         assert self._cache is not None
         count = len(self._running)
-        if self._capture:
-            draws, lengths = self._draws, self._cache.lengths[:count]
-            u = uniforms(draws.keys[:count], draws.positions[:count])
-            found = self._decoder().step(draws.last[:count], lengths, draws.temperatures[:count], u)
+        if self._capture and (found := self._captured_step(count)) is not None:
             self._cache.lengths[:count] += 1
             self._accept(0, *found)
             return
@@ -333,6 +332,23 @@ class LocalEngine:
         hidden = self._hidden(self._draws.last[:count], self._cache.lengths[:count].copy(), plan)
         self._cache.lengths[:count] += 1
         self._take(0, self._logits(hidden))
+
+    def _captured_step(self, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """(tokens, log-probabilities) of the running rows; None where the model cannot be captured."""
+        assert self._cache is not None
+        draws, lengths = self._draws, self._cache.lengths[:count]
+        u = uniforms(draws.keys[:count], draws.positions[:count])
+        try:
+            return self._decoder().step(draws.last[:count], lengths, draws.temperatures[:count], u)
+        except NotCaptured as why:
+            self._capture, self._graphs = False, None
+            warnings.warn(
+                f"decoding steps are computed without CUDA graphs, which is slower: {why} (rollout.engine.eager: true "
+                "says so from the start)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
 
     def _decoder(self) -> GraphDecoder:
         """That of the cache as it is now."""
