@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,16 +284,22 @@ class VllmCore:
         return [name for name, other in zip(names, found, strict=True) if other]
 
     def close(self) -> None:
-        if self._sleeps:
-            # Pages that are away cannot be given back a second time.
-            with suppress(Exception):
+        """End vLLM.
+
+        Raises:
+            RunFailure: it could not take back memory that it had given away, which it cannot give a second time; it is
+                ended all the same.
+        """
+        try:
+            if self._sleeps and self._asleep != [_LOST]:
                 self.wake_weights()
                 self.wake_cache()
-        self._core.shutdown()
-        if self._sleeps:
-            # Whatever of it is still held keeps its pages in the pool.
-            self._engine = self._core = None
-            vllm_sleep.leave_pool()
+        finally:
+            self._core.shutdown()
+            if self._sleeps:
+                # Whatever of it is still held keeps its pages in the pool.
+                self._engine = self._core = None
+                vllm_sleep.leave_pool()
 
     @property
     def _model(self) -> nn.Module:

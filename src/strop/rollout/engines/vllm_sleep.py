@@ -124,7 +124,8 @@ def blank(tensors: Iterable[Tensor]) -> None:
 
 def leave_pool() -> None:
     """Let go of a closed vLLM's pool, which its allocator keeps for good, so that another can be started here."""
-    with contextlib.suppress(Exception):
+    # A vLLM that keeps its pool otherwise has nothing to let go of here.
+    with contextlib.suppress(ImportError, AttributeError):
         from vllm.device_allocator.cumem import CuMemAllocator
 
         gc.collect()
