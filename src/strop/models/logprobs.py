@@ -92,12 +92,8 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros(count, dtype=torch.float32, device=hidden.device)
         normalizer = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        wanted = ctx.needs_input_grad[:3]
-        early = wanted[0] and head.entropy != "graph" and head.softcap is None
-        frozen = early and not any(wanted[1:])
-        summed = HeadGradients(hidden, weight, bias, wanted) if early and head.even and not frozen else None
-        early = frozen or summed is not None
-        unit = torch.empty_like(hidden) if frozen else None
+        possible = head.entropy != "graph" and head.softcap is None
+        taken = Taken.of(hidden, weight, bias, ctx.needs_input_grad[:3], even=head.even) if possible else None
         for span in head.spans(count):
             logits = _logits(hidden[span], weight, bias, head.softcap).div_(head.temperature)
             lse, picked, largest = head.of(logits, targets[span])
@@ -105,7 +101,7 @@ class _LinearLogprobs(torch.autograd.Function):
             logprobs[span] = picked - lse
             if head.hits is not None:
                 head.hits[span] = (picked >= largest).to(head.hits.dtype)
-            if head.entropy != "none" or early:
+            if head.entropy != "none" or taken is not None:
                 # Shifted first: products of unshifted logits would lose digits of a small entropy.
                 log_p = logits.sub_(lse[:, None])
                 probabilities = log_p.exp_() if head.entropy == "none" else torch.exp(log_p)
@@ -113,36 +109,26 @@ class _LinearLogprobs(torch.autograd.Function):
                     spread = -log_p.mul_(probabilities).sum(-1)
                     entropy[span] = spread if head.vocabulary is None else head.vocabulary.total(spread)
                 del log_p, logits
-                if early:
+                if taken is not None:
                     grad = probabilities.neg_()
                     head.add_at_targets(grad, targets[span], torch.ones_like(lse[:, None]))
-                    grad.div_(head.temperature)
-                    if summed is not None:
-                        summed.add(span, grad)
-                    else:
-                        torch.mm(grad.to(hidden.dtype), weight, out=unit[span])
+                    taken.add(span, grad.div_(head.temperature))
                     del grad
                 del probabilities
             # A chunk that is still held when the next one is made would double the peak.
             logits = None  # type: ignore[assignment]
-        if frozen:
-            ctx.save_for_backward(unit)
-        else:
+        if taken is None or taken.may_be_of_no_use:
             ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.head, ctx.frozen, ctx.summed = head, frozen, summed
+        ctx.head, ctx.taken = head, taken
         if head.entropy != "graph":
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.frozen:
-            (unit,) = ctx.saved_tensors
-            return (unit * grad_logprobs[:, None].to(unit.dtype), None, None, None, None)
+        if ctx.taken is not None and (known := ctx.taken.times(grad_logprobs)) is not None:
+            return (*known, None, None)
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        summed, ctx.summed = ctx.summed, None
-        if summed is not None and bool((grad_logprobs == grad_logprobs[:1]).all()):
-            return (*summed.times(grad_logprobs[:1].sum()).given(), None, None)
         head: _Head = ctx.head
         found = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for span in head.spans(hidden.shape[0]):
@@ -210,6 +196,46 @@ class HeadGradients:
             None if self._of_weight is None else self._of_weight.to(self._weight.dtype),
             None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype),
         )
+
+
+class Taken:
+    """Gradients that were taken in the forward pass, while the probabilities were there: each row's own, where the
+    head is frozen, or sums over all rows, which are of use if all of them turn out to count alike."""
+
+    def __init__(self, unit: Tensor | None, summed: HeadGradients | None, weight: Tensor) -> None:
+        self._unit, self._summed, self._weight = unit, summed, weight
+
+    @classmethod
+    def of(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool], *, even: bool
+    ) -> Taken | None:
+        """None where nothing can be taken. wanted: which of the gradients of the three are. even: the rows are expected
+        to count alike."""
+        if wanted[0] and not any(wanted[1:]):
+            return cls(torch.empty_like(hidden), None, weight)
+        return cls(None, HeadGradients(hidden, weight, bias, wanted), weight) if wanted[0] and even else None
+
+    @property
+    def may_be_of_no_use(self) -> bool:
+        """Whether the gradients may have to be computed in another way after all."""
+        return self._unit is None
+
+    def add(self, span: slice, grad: Tensor) -> None:
+        """Take in the gradient of the logits of some rows, [n, V], each row counting 1."""
+        if self._unit is not None:
+            torch.mm(grad.to(self._unit.dtype), self._weight, out=self._unit[span])
+        elif self._summed is not None:
+            self._summed.add(span, grad)
+
+    def times(self, factors: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None] | None:
+        """The three gradients for rows that count [N]; None where they cannot be told from what was taken."""
+        if self._unit is not None:
+            return self._unit * factors[:, None].to(self._unit.dtype), None, None
+        # They are scaled in place, so they are of use once.
+        summed, self._summed = self._summed, None
+        if summed is None or not bool((factors == factors[:1]).all()):
+            return None
+        return summed.times(factors[:1].sum()).given()
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from strop.models.logprobs import Entropy, HeadGradients
+from strop.models.logprobs import Entropy, HeadGradients, Taken
 
 _BLOCK = 4096
 
@@ -123,11 +123,8 @@ class FusedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         logprobs, spread, normalizer = torch.empty((3, count), dtype=torch.float32, device=hidden.device).unbind()
-        wanted = ctx.needs_input_grad[:3]
-        early = wanted[0] and entropy != "graph"
-        frozen = early and not any(wanted[1:])
-        summed = HeadGradients(hidden, weight, bias, wanted) if early and even and not frozen else None
-        unit = torch.empty_like(hidden) if frozen else None
+        possible = entropy != "graph"
+        taken = Taken.of(hidden, weight, bias, ctx.needs_input_grad[:3], even=even) if possible else None
         ones = torch.ones(min(count, chunk), dtype=torch.float32, device=hidden.device)
         for span in _spans(count, chunk):
             logits = nn.functional.linear(hidden[span], weight, bias)
@@ -136,20 +133,14 @@ class FusedLogprobs(torch.autograd.Function):
             torch.sub(picked, lse, out=logprobs[span])
             if hits is not None:
                 hits[span] = (picked >= largest).to(hits.dtype)
-            if frozen or summed is not None:
+            if taken is not None:
                 write_gradient(logits, targets[span], lse, ones[: len(lse)], temperature)
-                if summed is not None:
-                    summed.add(span, logits)
-                else:
-                    torch.mm(logits.to(hidden.dtype), weight, out=unit[span])  # type: ignore[index]
+                taken.add(span, logits)
             # A chunk that is still held when the next one is made would double the peak.
             del logits
-        if frozen:
-            ctx.save_for_backward(unit)
-        else:
+        if taken is None or taken.may_be_of_no_use:
             ctx.save_for_backward(hidden, weight, bias, targets, normalizer, spread)
-        ctx.temperature, ctx.chunk, ctx.entropy = temperature, chunk, entropy
-        ctx.frozen, ctx.summed = frozen, summed
+        ctx.temperature, ctx.chunk, ctx.entropy, ctx.taken = temperature, chunk, entropy, taken
         if entropy != "graph":
             ctx.mark_non_differentiable(spread)
         return logprobs, spread
@@ -157,13 +148,9 @@ class FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
         rest = (None,) * 6
-        if ctx.frozen:
-            (unit,) = ctx.saved_tensors
-            return (unit * of_logprobs[:, None].to(unit.dtype), None, None, *rest)
+        if ctx.taken is not None and (known := ctx.taken.times(of_logprobs)) is not None:
+            return (*known, *rest)
         hidden, weight, bias, targets, normalizer, spread = ctx.saved_tensors
-        summed, ctx.summed = ctx.summed, None
-        if summed is not None and bool((of_logprobs == of_logprobs[:1]).all()):
-            return (*summed.times(of_logprobs[:1].sum()).given(), *rest)
         of_logprobs = of_logprobs.contiguous()
         graph = ctx.entropy == "graph"
         of_entropy = of_entropy.contiguous() if graph else of_entropy
