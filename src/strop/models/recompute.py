@@ -46,6 +46,8 @@ def kept_results() -> KeptResults | None:
 def recomputed(compute: Callable[..., Any], block: nn.Module, *, keep_attention: bool) -> Callable[..., Any]:
     """A block's `forward` that keeps but its input [1, T, H], the first argument, for the backward pass."""
 
+    dropouts = [module for module in block.modules() if isinstance(module, nn.Dropout) and module.p > 0]
+
     def forward(hidden: Tensor, *arguments: Any, **named: Any) -> Any:
         if not (torch.is_grad_enabled() and hidden.requires_grad):
             return compute(hidden, *arguments, **named)
@@ -58,7 +60,8 @@ def recomputed(compute: Callable[..., Any], block: nn.Module, *, keep_attention:
                 kept.again = True
             return found
 
-        return CheckpointFunction.apply(run, _draws(block), hidden)
+        # What is drawn in the first pass must be drawn in the second.
+        return CheckpointFunction.apply(run, any(dropout.training for dropout in dropouts), hidden)
 
     return forward
 
@@ -71,11 +74,6 @@ def _keeping(kept: KeptResults | None) -> Iterator[None]:
         yield
     finally:
         _local.kept = before
-
-
-def _draws(block: nn.Module) -> bool:
-    """Whether the block draws random numbers, which the second pass must draw again."""
-    return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in block.modules())
 
 
 __all__ = ["KeptResults", "kept_results", "recomputed"]

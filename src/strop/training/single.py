@@ -111,7 +111,8 @@ class SingleDeviceTrainer:
         self._reference: Whole | None = None
         if reference and not self._adapters:
             self._reference = self._ranks_of.divide(copy.deepcopy(model).requires_grad_(False).eval())
-        if recompute and self._adapters:
+        self._input_begins = bool(recompute) and self._adapters
+        if self._input_begins:
             # What begins a graph is then the input of the first block, not only the adapters in it.
             self.model.enable_input_require_grads()
         self._ranks = adaptive_ranks(model) if moving_ranks else None
@@ -248,6 +249,8 @@ class SingleDeviceTrainer:
 
     def close(self) -> None:
         self.optimizer.close()
+        if self._input_begins:
+            self.model.disable_input_require_grads()
 
     @contextmanager
     def _as(self, role: Role) -> Iterator[Whole]:
@@ -390,7 +393,8 @@ class SingleDeviceTrainer:
         )
 
         def of_the_batch(made: Callable[[], MicroBatch]) -> MicroBatch:
-            micro = made()
+            with named("packing"):
+                micro = made()
             micro.sequences = mine[micro.sequences]
             return micro
 
