@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import measure
+from batches import batch
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     vocabulary = sides["plain"].model.get_input_embeddings().weight.shape[0]
 
     def update(side: str, seed: int = 0) -> float:
-        one = batch(options, vocabulary, seed)
+        half = options.length // 2
+        one = batch(4 * options.groups, options.length, vocabulary, prompt=half, seed=seed, shared=True)
         started = time.perf_counter()
         sides[side].update(one, objective)
         return time.perf_counter() - started
@@ -83,34 +85,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     }
     measure.write("compiled", numbers, options)
     return numbers
-
-
-def batch(options: Any, vocabulary: int, seed: int) -> Any:
-    """Groups of four sequences; the second half of each is trained."""
-    import torch
-
-    from strop.algorithms.batch import TokenBatch
-
-    random = torch.Generator().manual_seed(seed)
-    count, length = 4 * options.groups, options.length
-    half = length // 2
-    ids = torch.randint(0, vocabulary, (count, length), generator=random)
-    ids[:, :half] = ids[::4, :half].repeat_interleave(4, 0)
-    mask = (torch.arange(length) >= half).repeat(count)
-    total = count * length
-    return TokenBatch(
-        input_ids=ids.reshape(-1),
-        position_ids=torch.arange(length).repeat(count),
-        seq_ids=torch.arange(count).repeat_interleave(length),
-        loss_mask=mask,
-        sampler_logprobs=torch.where(mask, -torch.rand(total, generator=random) - 11, torch.nan),
-        versions=torch.where(mask, 0, -1).int(),
-        rewards=torch.rand(count, generator=random),
-        group_ids=torch.arange(count) // 4,
-        truncated=torch.zeros(count, dtype=torch.bool),
-        advantages=torch.randn(count, generator=random).repeat_interleave(length),
-        old_logprobs=None,
-    )
 
 
 if __name__ == "__main__":

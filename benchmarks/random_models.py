@@ -40,17 +40,12 @@ SHAPES = {
 }
 
 
-def write_model(folder: Path, shape: str, *, dtype: str, context: int, seed: int = 0) -> None:
-    """A model's folder: weights as transformers draws them, but for `never_writes`; the tokenizer; the settings.
-
-    Args:
-        shape: one of SHAPES. dtype: "float32" or "bfloat16". context: longest sequence; no weight depends on it.
-    """
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+def config(shape: str, context: int) -> Any:
+    """Of a model; see `write_model`."""
+    from transformers import Qwen3Config
 
     sizes = SHAPES[shape]
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -64,13 +59,24 @@ def write_model(folder: Path, shape: str, *, dtype: str, context: int, seed: int
         eos_token_id=EOS,
         pad_token_id=PAD,
     )
+
+
+def write_model(folder: Path, shape: str, *, dtype: str, context: int, seed: int = 0) -> None:
+    """A model's folder: weights as transformers draws them, but for `never_writes`; the tokenizer; the settings.
+
+    Args:
+        shape: one of SHAPES. dtype: "float32" or "bfloat16". context: longest sequence; no weight depends on it.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
-    model: Any = Qwen3ForCausalLM(config).eval()
+    model: Any = Qwen3ForCausalLM(config(shape, context)).eval()
     never_writes(model, EOS)
     model = model.to(getattr(torch, dtype))
     model.generation_config = GenerationConfig(bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
-    tokenizer(sizes.vocabulary, context).save_pretrained(folder)
+    tokenizer(SHAPES[shape].vocabulary, context).save_pretrained(folder)
 
 
 def never_writes(model: Any, token: int) -> None:

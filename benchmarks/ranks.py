@@ -20,28 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import measure
-
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
-TINY = QWEN3_06B | {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+import random_models
+from batches import batch
 
 
 @dataclass(frozen=True)
@@ -138,7 +118,7 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
     """One rank: an update for each repeat, after one whose gradients are kept."""
     import torch
     import torch.distributed as dist
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from strop.algorithms.named import build_algorithm
     from strop.config.training import OptimizerSettings
@@ -158,8 +138,7 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
         mesh = Mesh(Dimensions(1, way.shards, way.context, way.tensor), device.type)
         where = Ranks(mesh, fsdp=way.fsdp, dtype=dtype, sequence=way.sequence, every_pass=way.every_pass)
-    settings = dict(TINY if options.smoke else QWEN3_06B)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    config = random_models.config("tiny" if options.smoke else "qwen3-0.6b", context=32768)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32).to(dtype)
@@ -182,11 +161,13 @@ def rank(at: int, way: Way, options: argparse.Namespace, port: int, folder: Path
             del own.reduce
 
     trainer.optimizer.step = seen  # type: ignore[method-assign, assignment]
-    stats = trainer.update(batch(options, config.vocab_size), objective)
+    stats = trainer.update(
+        batch(options.streams, options.length, config.vocab_size, prompt=options.length // 2), objective
+    )
     del trainer.optimizer.step
     seconds: list[float] = []
     for _ in range(1 if way.exact else options.repeats):
-        one = batch(options, config.vocab_size)
+        one = batch(options.streams, options.length, config.vocab_size, prompt=options.length // 2)
         if cuda:
             torch.cuda.synchronize()
         if way.ranks > 1:
@@ -239,32 +220,6 @@ def looked_at(layers: int) -> list[str]:
         names += [f"{at}.self_attn.{part}.weight" for part in ("q_proj", "q_norm", "k_norm", "o_proj")]
         names += [f"{at}.mlp.gate_proj.weight", f"{at}.mlp.down_proj.weight", f"{at}.input_layernorm.weight"]
     return names
-
-
-def batch(options: argparse.Namespace, vocabulary: int) -> Any:
-    """Streams of equal length in groups of four, the second half of each trained."""
-    import torch
-
-    from strop.algorithms.batch import TokenBatch
-
-    random = torch.Generator().manual_seed(1)
-    count, length = options.streams, options.length
-    mask = (torch.arange(length) >= length // 2).repeat(count)
-    total = count * length
-    sampler = torch.where(mask, -torch.rand(total, generator=random) - 11, torch.nan)
-    return TokenBatch(
-        input_ids=torch.randint(0, vocabulary, (total,), generator=random),
-        position_ids=torch.arange(length).repeat(count),
-        seq_ids=torch.arange(count).repeat_interleave(length),
-        loss_mask=mask,
-        sampler_logprobs=sampler,
-        versions=torch.where(mask, 0, -1).int(),
-        rewards=torch.rand(count, generator=random),
-        group_ids=torch.arange(count) // 4,
-        truncated=torch.zeros(count, dtype=torch.bool),
-        advantages=torch.randn(count, generator=random).repeat_interleave(length),
-        old_logprobs=None,
-    )
 
 
 def _free_port() -> int:

@@ -107,8 +107,8 @@ def trainer(result: Result) -> Iterator[str]:
             case["shape"],
             f"{case['length']:,}",
             f"{case['tokens_per_second']:,.0f}",
-            f"{case['mfu']:.1%}",
-            _number(case["peak_gib"]),
+            "–" if case.get("mfu") is None else f"{case['mfu']:.1%}",
+            _number(case.get("allocated_gib")),
             _number(case["first"]),
         ]
         for name, case in done.items()
