@@ -15,19 +15,19 @@ import torch
 
 from strop.cluster.supervision import WorkerLost
 from strop.config import Config
+from strop.loops.best import Best
 from strop.loops.event_loop import when_asked_to_leave
 from strop.loops.folder import OpenedFolder, close_after, open_folder
 from strop.loops.garbage import look_rarely
 from strop.loops.place import Place
 from strop.loops.profile import StepProfile
-from strop.loops.randomness import random_state, restore_random, set_seed
-from strop.loops.selection import evaluations_of, ranking, stop_reason
+from strop.loops.randomness import random_state, restore_random, settle
+from strop.loops.selection import evaluations_of, stop_reason
 from strop.tracking.display import Display, Summary, make_display
 from strop.tracking.metrics import MetricsWriter
 from strop.tracking.summary import short_path
-from strop.tracking.text import show_metric
 from strop.training.background import Background
-from strop.training.checkpoint import best_checkpoints, point_best, save_checkpoint
+from strop.training.checkpoint import checkpoint_of, save_checkpoint
 from strop.training.holdings import held_parts
 from strop.training.snapshot import Held, in_background
 
@@ -56,6 +56,9 @@ class BaseRun(ABC):
         self._times: dict[str, float] = {}
         self._tokens = {"sampled": 0, "trained": 0}
         self._started = time.perf_counter()
+        self._best = Best(
+            prepared.config.checkpoint.best, opened.directory.checkpoints_folder, lambda: self.evaluations
+        )
         self._saved_at: int | None = None
         self._saver = Background("checkpoint")
         self._saver_told = False
@@ -92,8 +95,7 @@ class BaseRun(ABC):
     @property
     def best(self) -> Path | None:
         """The model of the best checkpoint; None without `checkpoint.best`."""
-        steps = best_checkpoints(self.directory.checkpoints_folder, *self._best_of())
-        return self._checkpoint_of(steps[0]) / "model" if steps else None
+        return self._best.model()
 
     @classmethod
     async def open(cls, prepared: Any, *, fresh: bool, recipe: str | None) -> Self:
@@ -222,7 +224,7 @@ class BaseRun(ABC):
             return
         if self.step >= self.config.run.steps or (every and self.step % every == 0):
             await self.evaluate()
-        if self.done or self.step % self.config.checkpoint.every == 0 or self._is_among_the_best():
+        if self.done or self.step % self.config.checkpoint.every == 0 or self._best.takes(self.step):
             await self.save()
 
     async def evaluate(self) -> dict[str, float]:
@@ -254,7 +256,7 @@ class BaseRun(ABC):
         self._settle()
         behind = self._writes_behind()
         write = self._writer(behind=behind)
-        steps, keep_best = self._best_of()
+        steps, keep_best = self._best.ranking()
         folder, step, keep = self.directory.checkpoints_folder, self.step, self.config.checkpoint.keep
 
         def save() -> None:
@@ -264,7 +266,7 @@ class BaseRun(ABC):
             self._saver.start(save)
         else:
             save()
-            self.directory.update(best=self._best_score())
+            self.directory.update(best=self._best.score())
         self._saved_at = step
         self._waited += self._note("checkpoint", started)
         return self._checkpoint_of(step)
@@ -276,7 +278,7 @@ class BaseRun(ABC):
             RunFailure: it could not be written; the one before is intact.
         """
         if self._saver.wait():
-            self.directory.update(best=self._best_score())
+            self.directory.update(best=self._best.score())
 
     async def _last_write(self) -> Exception | None:
         """Wait for the checkpoint that is being written; returns what went wrong with it."""
@@ -325,7 +327,7 @@ class BaseRun(ABC):
             await self.evaluate()
         model = await self.save() / "model"
         await self.place.aside(self._settle)
-        self.directory.update(stopped=self.stopped, best=self._best_score())
+        self.directory.update(stopped=self.stopped, best=self._best.score())
         if self.profile is not None:
             where = "there is none" if self._profile_at is None else short_path(self._profile_at)
             self.display.message(f"profile of step {self.profile.step}: {where}")
@@ -342,7 +344,7 @@ class BaseRun(ABC):
                 model=model,
                 events=self.directory.events_folder if self.config.tracking.tensorboard else None,
                 next_commands=self._next_commands(),
-                best=self._best_line(),
+                best=self._best.line(),
                 stopped=self.stopped,
                 alarms=self._alarm_lines(),
             )
@@ -385,33 +387,7 @@ class BaseRun(ABC):
             )
 
     def _checkpoint_of(self, step: int) -> Path:
-        return self.directory.checkpoints_folder / f"step-{step:06d}"
-
-    def _best_of(self) -> tuple[list[int], int]:
-        """Evaluated steps, best first, and how many of them keep their checkpoints."""
-        settings = self.config.checkpoint.best
-        if settings is None:
-            return [], 0
-        return [step for step, _ in ranking(self.evaluations, settings)], settings.keep
-
-    def _is_among_the_best(self) -> bool:
-        return self.step in best_checkpoints(self.directory.checkpoints_folder, *self._best_of(), planned=self.step)
-
-    def _best_score(self) -> dict[str, Any]:
-        """Metric, step and score of the best checkpoint, for the manifest."""
-        settings = self.config.checkpoint.best
-        steps = best_checkpoints(self.directory.checkpoints_folder, *self._best_of())
-        if settings is None or not steps:
-            return {}
-        scores = dict(ranking(self.evaluations, settings))
-        return {"metric": settings.metric, "step": steps[0], "score": scores[steps[0]]}
-
-    def _best_line(self) -> str:
-        found, model = self._best_score(), self.best
-        if model is None:
-            return ""
-        name = str(found["metric"]).removeprefix("eval/")
-        return f"step {found['step']}, {name} {show_metric(name, found['score'])}: {short_path(model)}"
+        return checkpoint_of(self.directory.checkpoints_folder, step)
 
     async def _restore(self, opened: OpenedFolder) -> None:
         if opened.checkpoint is None:
@@ -425,7 +401,7 @@ class BaseRun(ABC):
         await self._take_back(opened.checkpoint, state)
         restore_random(state["random"])
         # The recipe may now ask for another metric, or the process died between the two pointers.
-        point_best(self.directory.checkpoints_folder, *self._best_of())
+        self._best.point()
 
     def _writer(self, *, behind: bool) -> Callable[[Path], dict[str, Any]]:
         """What writes a checkpoint of this step. behind: from copies, while later steps are done."""
@@ -468,14 +444,3 @@ class BaseRun(ABC):
             before=self.before or None,
             history=opened.history,
         )
-
-
-def settle(prepared: Any) -> None:
-    """Threads, determinism and seeds: what has to be the same before the first number is computed."""
-    torch.set_num_threads(prepared.hardware.threads)
-    asked = prepared.config.hardware.deterministic
-    deterministic = prepared.hardware.device.type == "cpu" if asked == "auto" else asked
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    set_seed(prepared.config.run.seed)

@@ -32,3 +32,14 @@ def restore_random(state: dict[str, Any]) -> None:
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+
+
+def settle(prepared: Any) -> None:
+    """Threads, determinism and seeds: what has to be the same before the first number is computed."""
+    torch.set_num_threads(prepared.hardware.threads)
+    asked = prepared.config.hardware.deterministic
+    deterministic = prepared.hardware.device.type == "cpu" if asked == "auto" else asked
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    set_seed(prepared.config.run.seed)

@@ -20,9 +20,8 @@ from strop.config import Config
 from strop.config.cluster import PublishingSettings
 from strop.config.training import OptimizerSettings
 from strop.loops import assembly
-from strop.loops.base_run import settle
 from strop.loops.critic import Critic, make_critic
-from strop.loops.randomness import random_state, restore_random
+from strop.loops.randomness import random_state, restore_random, settle
 from strop.planning.flops import ModelWork
 from strop.planning.hardware import Hardware, choose_hardware
 from strop.publishing.receiver import Receiver

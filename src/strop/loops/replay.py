@@ -140,9 +140,8 @@ async def _replay_of(run: Run, folder: Path, step: int, before: Mapping[str, flo
 
 async def _run_before(folder: Path, prepared: Any, step: int) -> Run:
     """The run as it was before a step, with the step's completions in the place of whatever sampled them."""
-    from strop.loops.base_run import settle
     from strop.loops.folder import OpenedFolder
-    from strop.loops.randomness import restore_random
+    from strop.loops.randomness import restore_random, settle
     from strop.loops.run import Run
     from strop.loops.stored import StoredWindow
     from strop.tracking.display import SilentDisplay

@@ -150,7 +150,7 @@ def prepare_rollout(config: Config, sandbox: SharedSandbox) -> PreparedRollout:
 
 
 async def _roll_out(prepared: PreparedRollout, target: Path, count: int, version: int) -> RolloutSummary:
-    from strop.loops.base_run import settle
+    from strop.loops.randomness import settle
     from strop.rollout.engine import WeightUpdate
     from strop.tracking.display import make_display
 

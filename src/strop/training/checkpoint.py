@@ -83,6 +83,11 @@ def save_checkpoint(
     return target
 
 
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return folder / _name_of(step)
+
+
 def best_checkpoints(folder: Path, ranking: Sequence[int], keep: int, *, planned: int | None = None) -> list[int]:
     """The first `keep` steps of a ranking that have a checkpoint, or are `planned` to get one."""
     return [step for step in ranking if step == planned or _whole(folder / _name_of(step))][:keep]
