@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import measure
-from batches import batch
+from random_batches import batch
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import measure
 import random_models
-from batches import batch
+from random_batches import batch
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import card
 import measure
 import numpy as np
 import random_models
-from batches import batch
+from random_batches import batch
 
 
 @dataclass(frozen=True)

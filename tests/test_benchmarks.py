@@ -48,6 +48,12 @@ def smoke(name: str, out: Path, *options: str, results: str | None = None) -> di
     return numbers
 
 
+def test_no_helper_of_the_tests_has_the_name_of_a_benchmark() -> None:
+    """They are imported by name, whichever folder was on the path first."""
+    helpers = {path.stem for path in FOLDER.parent.glob("tests/**/*.py")}
+    assert not helpers & {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
+
+
 def test_sampling_gives_rates_and_the_trainers_logprobs(tmp_path: Path) -> None:
     numbers = smoke("sampling", tmp_path / "r.json")
     for case in ("ragged", "groups"):
