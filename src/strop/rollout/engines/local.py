@@ -87,8 +87,7 @@ class LocalEngine:
         max_sequences: rows decoded together. prefill_tokens: prompt tokens in one forward pass.
         pack_weights: hold a second copy of the weights for small matrix products; None decides by the model.
         graphs: on a GPU, capture decoding steps as CUDA graphs; a model that does not allow it is decoded without.
-            compiled: compile the blocks
-            of captured steps by torch.compile.
+            compiled: compile the blocks of captured steps by torch.compile.
     """
 
     def __init__(
