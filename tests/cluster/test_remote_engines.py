@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -173,10 +174,45 @@ async def test_samples_are_the_same_when_an_engine_is_lost_on_the_way(hosted: Ho
     found = await running
     expected = await here(asked)
     assert [(list(r.tokens), r.finish) for r in found] == [(list(r.tokens), r.finish) for r in expected]
-    assert hosted.reloaded == [1]
-    # The engine that took the place serves what `reload` gave it.
-    assert {version for r in found for version in r.versions} == {0, 4}
+    # The other engine has sampled what was lost, while an engine took the place, and it serves what `reload` gave it.
+    assert {version for r in found for version in r.versions} == {0}
     assert len(await router.score_each([[3, 4, 5]])) == 2
+    assert hosted.reloaded == [1]
+    again = await router.engines[1].generate(asked[0])
+    assert set(again.versions) == {4}
+
+
+async def test_requests_wait_for_a_new_engine_where_there_is_no_other(hosted: Hosted) -> None:
+    engines = await hosted.begin(1)
+    router = EngineRouter(engines, restart=hosted.again, reload=hosted.reload)
+    await engines[0].pause()
+    asked = requests(prompts=2, new=20)
+    running = asyncio.ensure_future(sample(router, asked))
+    await asyncio.sleep(0.3)
+    os.kill(hosted.group.workers[0].pid, signal.SIGKILL)
+    found = await running
+    expected = await here(asked)
+    assert [(list(r.tokens), r.finish) for r in found] == [(list(r.tokens), r.finish) for r in expected]
+    assert hosted.reloaded == [0]
+    assert {version for r in found for version in r.versions} == {4}
+
+
+async def test_what_is_under_way_is_told_and_gone_on_with(engine: RemoteEngine) -> None:
+    asked = requests(prompts=2, new=200)
+    expected = await here(asked)
+    running = [asyncio.ensure_future(engine.generate(r)) for r in asked]
+    known: dict[tuple[int, ...], SampleResult] = {}
+    while len(known) < 2:
+        known = await engine.under_way()
+        await asyncio.sleep(0.01)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    wanted = {r.stream: list(e.tokens) for r, e in zip(asked, expected, strict=True)}
+    for stream, part in known.items():
+        assert list(part.tokens) == wanted[stream][: len(part.tokens)]
+    found = await asyncio.gather(*(engine.generate(replace(r, begun=known.get(r.stream))) for r in asked))
+    assert [list(r.tokens) for r in found] == [list(r.tokens) for r in expected]
 
 
 async def test_a_stopped_engine_without_a_way_back_is_named(hosted: Hosted) -> None:

@@ -91,6 +91,40 @@ def importance_weights(
     return bounded, kept, metrics
 
 
+def three_policies(
+    sampler_logprobs: Tensor, proximal_logprobs: Tensor, current_logprobs: Tensor, mask: Tensor
+) -> dict[str, Tensor]:
+    """How far apart the three policies of a step are that was sampled ahead.
+
+    The sampler drew the tokens, with weights that may be some versions old. The proximal policy is the trained one
+    before the step's first update: ratios are clipped around it, and the correction weighs tokens by proximal over
+    sampler. The current one is what the last update of the step saw.
+
+    Args:
+        sampler_logprobs, proximal_logprobs, current_logprobs: [T] or [B, T]; may be NaN where the mask is False.
+        mask: bool, same shape.
+
+    Returns:
+        Scalars over the tokens of `mask`, in nats: for `sampler_proximal`, `proximal_current` and `sampler_current` the
+        mean of |difference| (`policies/…_abs`) and k3 of KL(first || second) (`policies/…_kl`).
+
+    Source: the decoupled objective, Hilton et al. (arXiv 2110.00641); AReaL (arXiv 2505.24298) eq. 5.
+    """
+    given = (sampler_logprobs.detach(), proximal_logprobs.detach(), current_logprobs.detach())
+    inside, (sampler, proximal, current) = fence(mask, *given)
+    tokens = inside.sum().clamp(min=1)
+    pairs = {
+        "sampler_proximal": proximal - sampler,
+        "proximal_current": current - proximal,
+        "sampler_current": current - sampler,
+    }
+    found = {}
+    for name, difference in pairs.items():
+        found[f"policies/{name}_abs"] = difference.abs().sum() / tokens
+        found[f"policies/{name}_kl"] = (torch.expm1(difference.clamp(max=60.0)) - difference).sum() / tokens
+    return found
+
+
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     """(sum w)^2 / sum w^2 over the tokens of `mask`: how many equally weighted tokens they are worth.
 

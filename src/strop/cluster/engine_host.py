@@ -49,7 +49,8 @@ class Ragged:
 class Requests:
     """Many requests: `ids` [n] int64, the prompts that differ, and for each request which of them is its own.
 
-    prompts: int32. prompt_of, settings_of: [n] int32. streams: int64.
+    prompts: int32. prompt_of, settings_of: [n] int32. streams: int64. begun: what was sampled before, by the places
+    of the requests that have some.
     """
 
     ids: np.ndarray
@@ -58,6 +59,7 @@ class Requests:
     settings: list[SampleSettings]
     settings_of: np.ndarray
     streams: Ragged
+    begun: Results
 
     @classmethod
     def of(cls, numbered: Sequence[tuple[int, SampleRequest]]) -> Requests:
@@ -73,15 +75,17 @@ class Requests:
             list(settings),
             np.array(settings_of, dtype=np.int32),
             Ragged.of([r.stream for r in requests], np.int64),
+            Results.of([(at, r.begun) for at, r in enumerate(requests) if r.begun is not None]),
         )
 
     def numbered(self) -> list[tuple[int, SampleRequest]]:
         """The requests again, each with its number."""
         prompts = [tuple(prompt) for prompt in self.prompts.lists()]
+        begun = dict(self.begun.numbered())
         rows = zip(self.ids.tolist(), self.prompt_of, self.settings_of, self.streams.lists(), strict=True)
         return [
-            (number, SampleRequest(prompts[prompt], self.settings[kind], tuple(stream)))
-            for number, prompt, kind, stream in rows
+            (number, SampleRequest(prompts[prompt], self.settings[kind], tuple(stream), begun.get(at)))
+            for at, (number, prompt, kind, stream) in enumerate(rows)
         ]
 
 
@@ -102,7 +106,10 @@ class Results:
 
     @classmethod
     def of(
-        cls, done: Sequence[tuple[int, SampleResult]], errors: Sequence[tuple[int, StropError]], stats: EngineStats
+        cls,
+        done: Sequence[tuple[int, SampleResult]],
+        errors: Sequence[tuple[int, StropError]] = (),
+        stats: EngineStats | None = None,
     ) -> Results:
         results = [result for _, result in done]
         return cls(
@@ -112,7 +119,7 @@ class Results:
             Ragged.of([r.versions for r in results], np.int32),
             np.array([FINISHES.index(r.finish) for r in results], dtype=np.int8),
             [(number, pickle.dumps(error)) for number, error in errors],
-            stats,
+            EngineStats() if stats is None else stats,
         )
 
     def numbered(self) -> list[tuple[int, SampleResult]]:
@@ -162,6 +169,11 @@ class EngineHost:
         done, self._done = self._done, []
         errors, self._errors = self._errors, []
         return Results.of(done, errors, self.engine.take_stats())
+
+    async def under_way(self) -> tuple[Ragged, Results]:
+        """(streams int64, what there is so far of each) of requests that have not ended."""
+        found = await self.engine.under_way()
+        return Ragged.of(list(found), np.int64), Results.of(list(enumerate(found.values())))
 
     async def score(self, streams: Ragged, temperature: float) -> Ragged:
         """[L] float32 for each stream of int32."""

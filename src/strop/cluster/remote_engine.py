@@ -59,6 +59,11 @@ class RemoteEngine:
                 self._outbox.soon()
             raise
 
+    async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
+        """What each request has so far."""
+        streams, results = await self._forward("under_way")
+        return {tuple(stream): one for stream, (_, one) in zip(streams.lists(), results.numbered(), strict=True)}
+
     async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32 [L]; the first one is NaN."""
         found: Ragged = await self._forward("score", Ragged.of(token_lists, np.int32), temperature)

@@ -32,7 +32,8 @@ class EngineRouter:
     """Sends all requests of a prompt to one engine, and what belongs to no request to each.
 
     Which engine samples does not change what is sampled: draws are keyed by the sample. A new prompt goes to the engine
-    with the fewest tokens outstanding, the first of those.
+    with the fewest tokens outstanding, the first of those. Requests of an engine that is lost go to another one, and
+    wait for the one that takes its place only where there is no other.
 
     Args:
         engines: at least one. restart: called with the index of an engine whose process is lost, and why; gives one in
@@ -46,18 +47,44 @@ class EngineRouter:
         self._restart, self._reload = restart, reload
         self._outstanding = [0] * len(self.engines)
         self._home: OrderedDict[tuple[int, ...], int] = OrderedDict()
-        self._repairs = [asyncio.Lock() for _ in self.engines]
+        self._repairs: dict[int, asyncio.Task[None]] = {}
         self._paused = False
 
     async def generate(self, request: SampleRequest) -> SampleResult:
-        """Sample one completion; where its engine is lost on the way, once more on the one that takes its place."""
-        index = self._engine_for(prompt_key(request.stream))
+        """Sample one completion; where its engine is lost on the way, once more on another.
+
+        Raises:
+            WorkerLost: it was lost, and nothing may take its place.
+        """
         tokens = len(request.tokens) + request.settings.max_new_tokens
-        self._outstanding[index] += tokens
-        try:
-            return await self._on(index, lambda engine: engine.generate(request))  # type: ignore[no-any-return]
-        finally:
-            self._outstanding[index] -= tokens
+        while True:
+            for repair in self._repairs.values():
+                if repair.done():
+                    repair.result()
+            index = self._engine_for(prompt_key(request.stream))
+            engine = self.engines[index]
+            self._outstanding[index] += tokens
+            try:
+                if index in self._repairs:
+                    await self._repaired(index)
+                    continue
+                return await engine.generate(request)
+            except WorkerLost as loss:
+                self._repair(index, engine, loss)
+            finally:
+                self._outstanding[index] -= tokens
+
+    async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
+        """What requests have so far; of those of a lost engine nothing is known."""
+
+        async def ask(engine: Engine) -> dict[tuple[int, ...], SampleResult]:
+            try:
+                return await engine.under_way()
+            except WorkerLost:
+                return {}
+
+        asked = [engine for index, engine in enumerate(self.engines) if index not in self._repairs]
+        return {stream: one for found in await asyncio.gather(*map(ask, asked)) for stream, one in found.items()}
 
     async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
         """What the first engine says of each stream; see `score_each`."""
@@ -104,6 +131,9 @@ class EngineRouter:
 
     async def close(self) -> None:
         """Close all engines; one that is lost is closed enough."""
+        for repair in self._repairs.values():
+            repair.cancel()
+        await asyncio.gather(*self._repairs.values(), return_exceptions=True)
         found = await asyncio.gather(*(engine.close() for engine in self.engines), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, WorkerLost):
@@ -111,8 +141,9 @@ class EngineRouter:
 
     def _engine_for(self, key: tuple[int, ...]) -> int:
         index = self._home.get(key)
-        if index is None:
-            index = min(range(len(self.engines)), key=lambda at: (self._outstanding[at], at))
+        if index is None or index in self._repairs:
+            there = [at for at in range(len(self.engines)) if at not in self._repairs]
+            index = min(there or range(len(self.engines)), key=lambda at: (self._outstanding[at], at))
             self._home[key] = index
             if len(self._home) > REMEMBERED:
                 self._home.popitem(last=False)
@@ -125,21 +156,41 @@ class EngineRouter:
     async def _on(self, index: int, ask: Callable[[Engine], Awaitable[Any]]) -> Any:
         """Ask an engine, and whatever takes its place, until there is an answer or no place to take."""
         while True:
+            if index in self._repairs:
+                await self._repaired(index)
             engine = self.engines[index]
             try:
                 return await ask(engine)
             except WorkerLost as loss:
-                await self._repair(index, engine, loss)
+                self._repair(index, engine, loss)
 
-    async def _repair(self, index: int, lost: Engine, loss: WorkerLost) -> None:
+    def _repair(self, index: int, lost: Engine, loss: WorkerLost) -> None:
+        """Have an engine take the place of a lost one.
+
+        Raises:
+            WorkerLost: none may.
+        """
         if self._restart is None:
             raise loss
-        async with self._repairs[index]:
-            if self.engines[index] is not lost:  # somebody else's request has found out before
-                return
-            engine = await self._restart(index, loss)
-            if self._reload is not None:
-                await self._reload(index, engine)
-            if self._paused:
-                await engine.pause()
-            self.engines[index] = engine
+        # Somebody else's request may have found out before.
+        if self.engines[index] is lost and index not in self._repairs:
+            self._repairs[index] = asyncio.get_running_loop().create_task(self._restarted(index, loss))
+
+    async def _repaired(self, index: int) -> None:
+        """Wait for a repair.
+
+        Raises:
+            Whatever it failed with.
+        """
+        await asyncio.shield(self._repairs[index])
+
+    async def _restarted(self, index: int, loss: WorkerLost) -> None:
+        assert self._restart is not None
+        engine = await self._restart(index, loss)
+        if self._reload is not None:
+            await self._reload(index, engine)
+        if self._paused:
+            await engine.pause()
+        self.engines[index] = engine
+        # A repair that failed stays, and all who ask are told.
+        del self._repairs[index]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from strop.config.base import Auto, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
 
@@ -56,6 +56,10 @@ class EngineSettings(StrictModel):
     prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
     change."""
+    after_update: Literal["keep", "recompute"] | Auto = "auto"
+    """Of `local` and `vllm`: what becomes of the keys and values of completions that go on with new weights
+    (`rollout.in_flight_updates`): kept as they were computed, or computed anew. `auto` keeps them with `local`, and
+    computes them anew with `vllm`, which keeps them without `prefix_caching` only."""
     sleep: Literal["always", "never"] | Auto = "auto"
     """Of `local` and `vllm`: give the memory of keys and values, and vLLM that of its weights, to the trainer while it
     computes. `auto` does so on a GPU that both share, where both together would not fit it. `vllm` sleeps on CUDA
@@ -101,18 +105,28 @@ class RolloutSettings(StrictModel):
     stop: list[str] = Field(default_factory=list)
     """Texts that end a completion, beside the end-of-text tokens of the model; the stop text is kept."""
     max_staleness: NonNegativeInt = 0
-    """How many versions older than the trainer the weights that sampled a token may be; 0 is synchronous."""
+    """How many versions older than the trainer the weights that sampled a token may be. 0 is synchronous; with more,
+    sampling goes on while the trainer computes, up to so many steps ahead."""
+    in_flight_updates: bool = True
+    """With `max_staleness`: completions that are under way go on with new weights from their next token on. Otherwise
+    they are waited for before the weights change, and each completion is of one version."""
+    update_every: PositiveInt = 1
+    """With `max_staleness`: steps from one publication of new weights to the next; at most one more than
+    `max_staleness`."""
     tree: TreeSettings | None = None
     """Let episodes of several turns branch; none when not set."""
     engine: EngineSettings = EngineSettings()
     """The sampler engine."""
 
-    @field_validator("max_staleness")
-    @classmethod
-    def _synchronous_only(cls, value: int) -> int:
-        if value > 0:
-            raise ValueError("only 0 (synchronous) is supported in this version")
-        return value
+    @model_validator(mode="after")
+    def _weights_come_in_time(self) -> Self:
+        if self.update_every > self.max_staleness + 1:
+            raise ValueError(
+                f"update_every ({self.update_every}) steps with the same weights sample tokens that are up to "
+                f"{self.update_every - 1} versions old, and max_staleness is {self.max_staleness}: raise it, or lower "
+                "update_every"
+            )
+        return self
 
     @field_validator("stop")
     @classmethod

@@ -10,7 +10,7 @@ from strop.config.data import DataSettings
 from strop.data.curriculum import Curriculum
 from strop.data.order import Cursor
 from strop.data.rendering import Message, Renderer, check_messages, fill_template, template_columns
-from strop.data.rows import row_id
+from strop.data.rows import row_id, row_number
 from strop.data.sources import Source, require_column
 from strop.errors import DataError
 
@@ -288,6 +288,10 @@ class PromptStream:
                 # Two usable prompts may lie almost two epochs apart: first in one order, last in the next.
                 if overlong >= 2 * len(self._cursor):
                     raise _all_overlong("every prompt is", error) from error
+
+    def prompt(self, prompt_id: str) -> Prompt:
+        """A prompt that came before."""
+        return self._dataset[row_number(prompt_id)]
 
     @property
     def epoch(self) -> int:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.config import Config
-from strop.config.algorithm import AlgorithmSettings
+from strop.config.algorithm import AlgorithmSettings, CorrectionSettings
 from strop.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
 
 HOOKS = ("advantages", "loss", "denominators", "reduce")
+DEFAULT_BOUND = 2.0
+"""What the weights of `truncate` are bounded by where a recipe that samples ahead says nothing of corrections."""
 NOT_CHOICES = ("name", "dialect", "arguments", "teacher", "teachers")
 
 
@@ -119,16 +121,25 @@ def _built_in_form(kind: Any, config: Config) -> Any:
             where="algorithm.arguments",
             mend="`strop config explain algorithm` lists the keys",
         )
-    try:
+    unsaid = settings.correction == CorrectionSettings()
+    choices["correction"] = None if choices["correction"] == "none" else choices["correction"]
+
+    def build(**changed: Any) -> Any:
         # With two completions, so that a group of one is answered below, with the key that mends it.
-        algorithm = build_algorithm(
+        return build_algorithm(
             kind,
             group_size=max(2, config.rollout.group_size),
             max_new_tokens=config.rollout.max_new_tokens,
             dialect=settings.dialect,
             **settings.arguments,
-            **choices,
+            **(choices | changed),
         )
+
+    try:
+        algorithm = build()
+        # One that makes no sense without the sampler's log-probabilities weighs tokens by them itself.
+        if config.rollout.max_staleness and unsaid and algorithm.correction is None and not algorithm.needs_sampler:
+            algorithm = build(correction="truncate", correction_high=DEFAULT_BOUND)
     except (ValueError, TypeError) as error:
         raise _problem(str(error), where="algorithm") from None
     if algorithm.needs_group and config.rollout.group_size < 2:

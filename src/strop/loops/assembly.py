@@ -204,6 +204,7 @@ def make_engine(prepared: Chosen, roles: Roles) -> Engine:
         pack_weights=None if settings.pack_weights == "auto" else settings.pack_weights,
         graphs=settings.eager is not True,
         compiled=roles.sizes.engine_compiles,
+        recomputes=settings.after_update == "recompute",
     )
 
 
@@ -218,6 +219,7 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         eager=hardware.device.type == "cpu" if settings.eager == "auto" else settings.eager,
         prefix_caching=settings.prefix_caching,
         sleeps=roles.sizes.engine_sleeps,
+        keeps=settings.after_update == "keep",
     )
     return VllmEngine(
         roles.model,
@@ -263,13 +265,15 @@ def make_collector(
     """Where the groups of a step come from."""
     rollout, offline = prepared.config.rollout, prepared.config.offline
     demands = demands_of(prepared.algorithm)
+    size = rollout.groups_per_step
+    admission = Admission(size, rollout.max_staleness, last=prepared.config.run.steps * size)
     if offline is not None:
         return RecordedCollector(
             lambda: stream.next()[0],
             prepared.scorer if offline.rewards == "verify" else None,
             # A warm-up has changed the weights, so no completion is their own.
             fingerprint=roles.loaded.fingerprint if prepared.config.warmup is None else "none",
-            admission=Admission(rollout.groups_per_step, rollout.max_staleness),
+            admission=admission,
             worth=has_spread if demands.without_spread == "resample" else None,
             max_refills=demands.max_refills,
             greedy=demands.greedy,
@@ -280,7 +284,7 @@ def make_collector(
         lambda: stream.next()[0],
         settings=SampleSettings(rollout.max_new_tokens, rollout.temperature, tuple(rollout.stop)),
         group_size=rollout.group_size,
-        admission=Admission(rollout.groups_per_step, rollout.max_staleness),
+        admission=admission,
         progress=progress,
         worth=has_spread if demands.without_spread == "resample" else None,
         max_refills=demands.max_refills,

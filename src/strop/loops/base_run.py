@@ -233,16 +233,20 @@ class BaseRun(ABC):
             return {}
         self.display.phase("evaluating")
         started = time.perf_counter()
-        self.after = await self._score_held_out()
-        if not self.before:
-            self.before = dict(self.after)
-        self.evaluations = [(step, scores) for step, scores in self.evaluations if step < self.step]
-        self.evaluations.append((self.step, dict(self.after)))
-        self.metrics.log(self.step, {f"eval/{name}": value for name, value in self.after.items()}, kind="eval")
-        self.display.evaluation(self.step, self.after)
-        self.directory.update(scores={"before": self.before, "after": self.after})
+        self.log_scores(self.step, await self._score_held_out())
         self._note("evaluating", started)
         return self.after
+
+    def log_scores(self, step: int, scores: dict[str, float]) -> None:
+        """Note what an evaluation of a step found."""
+        self.after = scores
+        if not self.before:
+            self.before = dict(scores)
+        self.evaluations = [(other, found) for other, found in self.evaluations if other < step]
+        self.evaluations.append((step, dict(scores)))
+        self.metrics.log(step, {f"eval/{name}": value for name, value in scores.items()}, kind="eval")
+        self.display.evaluation(step, scores)
+        self.directory.update(scores={"before": self.before, "after": self.after})
 
     async def save(self) -> Path:
         """Write a checkpoint of this step."""

@@ -11,8 +11,8 @@ from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.spread import colocated
 
 KNOWN = {
-    "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager", "sleep"),
-    "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "prefix_caching", "sleep"),
+    "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager", "after_update", "sleep"),
+    "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "prefix_caching", "after_update", "sleep"),
     "sglang": ("server",),
     "openai": ("server",),
 }
@@ -134,4 +134,4 @@ def share_beside_trainer(config: Config) -> float:
 
 def _beside(config: Config) -> bool:
     """Whether the engine is on the trainer's device."""
-    return config.cluster.kind == "local" or colocated(config.cluster)
+    return config.cluster.kind == "local" or colocated(config.cluster, ahead=config.rollout.max_staleness > 0)

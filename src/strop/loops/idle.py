@@ -21,6 +21,7 @@ from strop.config.run import EvaluationSettings
 from strop.config.sandbox import SandboxSettings
 from strop.config.training import CriticSettings, OptimizerSettings
 from strop.errors import ConfigError, MissingExtra, UserError
+from strop.loops.ahead import idle_ahead
 from strop.loops.engine_choices import idle_in_engine
 from strop.loops.selection import metric_problems
 from strop.loops.spread import idle_in_cluster
@@ -45,6 +46,7 @@ def _idle(config: Config) -> Iterator[UserError]:
         yield from _idle_beside_rollouts(config)
     yield from idle_in_cluster(config)
     yield from idle_in_engine(config)
+    yield from idle_ahead(config)
     yield from _idle_evaluation(config)
     yield from _idle_curriculum(config)
     yield from metric_problems(config)

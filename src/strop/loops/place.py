@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,10 @@ T = TypeVar("T")
 class Publishes(Protocol):
     """What makes the engines serve new weights, and proves it."""
 
+    def updating(self, version: int) -> AbstractAsyncContextManager[None]:
+        """While the trainer's weights become those of a version."""
+        ...
+
     async def publish(self, trainer: Any, *, version: int) -> dict[str, float]: ...
 
 
@@ -29,12 +34,14 @@ class Place(Protocol):
     """Makes the parts of a run where they are to be.
 
     roles: the model, or what is known of it here. world: what answers the policy's turns, None where nothing does.
-    reasons: lines that say what was chosen and why.
+    reasons: lines that say what was chosen and why. shares_weights: whether the engine samples with the trainer's own
+    module, so that only one of them may be at work.
     """
 
     roles: assembly.Roles
     world: World | None
     reasons: tuple[str, ...]
+    shares_weights: bool
 
     async def aside(self, work: Callable[[], T]) -> T:
         """What `work` returns, which asks the trainer and may take long."""
@@ -68,6 +75,7 @@ class Here:
         self._prepared: Any = prepared
         self.roles = roles
         self.reasons: tuple[str, ...] = ()
+        self.shares_weights = prepared.config.rollout.engine.kind == "local"
         self.world: World | None = getattr(prepared, "world", None)
 
     async def aside(self, work: Callable[[], T]) -> T:

@@ -6,13 +6,11 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-import numpy as np
 
 from strop.cluster.group import WorkerGroup
 from strop.cluster.handle import WorkerHandle
@@ -21,9 +19,9 @@ from strop.cluster.remote_engine import RemoteEngine
 from strop.cluster.router import EngineRouter
 from strop.cluster.session import Session, open_session
 from strop.cluster.supervision import Supervisor, WorkerLost, show_on_stderr
+from strop.config import Config
 from strop.config.cluster import ClusterSettings
 from strop.config.training import OptimizerSettings
-from strop.errors import RunFailure
 from strop.loops import assembly
 from strop.loops.critic import Critic, SharedCritic
 from strop.loops.engine_choices import served
@@ -31,13 +29,10 @@ from strop.loops.environment_workers import check_workers, choose_workers, envir
 from strop.loops.prepare import Prepared
 from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.rank_host import Facts, Task
+from strop.loops.remote_publisher import RemotePublisher
 from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
-from strop.loops.spread import colocated, device_of
+from strop.loops.spread import colocated, device_of, settled
 from strop.models.load import Loaded
-from strop.publishing.manifest import Fault, Manifest
-from strop.publishing.publisher import Publisher
-from strop.publishing.sides import Delivered
-from strop.publishing.transports.protocol import Offer
 from strop.rollout.engine import Engine
 from strop.rollout.world import World
 from strop.training.parallel.choose import check_ranks
@@ -79,12 +74,12 @@ class Processes:
     """
 
     def __init__(
-        self, prepared: Any, session: Session, supervisor: Supervisor, placement: Placement, logs: Path
+        self, prepared: Any, config: Config, session: Session, supervisor: Supervisor, placement: Placement, logs: Path
     ) -> None:
-        self._prepared = prepared
+        self._prepared, self._config = prepared, config
         self._session, self._supervisor, self._placement = session, supervisor, placement
         self._logs = logs
-        self._settings: ClusterSettings = prepared.config.cluster
+        self._settings: ClusterSettings = config.cluster
         self._loop = asyncio.get_running_loop()
         self._run = logs
         self._device: Device = "cpu"
@@ -94,6 +89,7 @@ class Processes:
         self.environments: WorkerGroup | None = None
         self.world: World | None = getattr(prepared, "world", None)
         self.roles: assembly.Roles
+        self.shares_weights = False
         self._publisher: RemotePublisher | None = None
 
     @classmethod
@@ -106,18 +102,19 @@ class Processes:
         """
         config = prepared.config
         settings = config.cluster
-        sampled = config.supervised is None and not served(config)
         check_ranks(config)
-        together = sampled and colocated(settings)
-        engines = settings.engines.count if sampled and not together else 0
         world: World | None = getattr(prepared, "world", None)
         check_workers(config, world)
-        count = settings.trainer.ranks + engines
         asked = settings.environments.workers if world is not None else 0
+        count = settings.trainer.ranks + _engines_apart(config)
         session = open_session(settings.address, cpus=count + (0 if asked == "auto" else asked))
         supervisor = Supervisor(settings.supervision)
         logs = Path(tempfile.mkdtemp(prefix=".starting-", dir=_made(Path(config.run.folder))))
         device, why = device_of(config, prepared.hardware.device.type, session.gpus())
+        config, apart = settled(config, device, session.gpus())
+        engines = _engines_apart(config)
+        count = settings.trainer.ranks + engines
+        together = engines == 0 and config.supervised is None and not served(config)
         # One is the driver's.
         environments, where = choose_workers(config, world, session.free_cpus() - count - 1)
         wanted = asks(
@@ -131,8 +128,8 @@ class Processes:
         self = None
         try:
             placement = await place(wanted, wait=settings.supervision.wait)
-            self = cls(prepared, session, supervisor, placement, logs)
-            self._device, self.reasons = device, (*why, *where)
+            self = cls(prepared, config, session, supervisor, placement, logs)
+            self._device, self.reasons = device, (*why, *apart, *where)
             await self._start(scalar=scalar, together=together, engines=engines)
         except BaseException:
             if self is None:
@@ -164,13 +161,13 @@ class Processes:
 
     def make_supervised_trainer(self, *, scalar: bool, reference: bool) -> RemoteTrainer:
         self._ask("make_supervised_trainer", scalar, reference)
-        return RemoteTrainer(self._ask, self._prepared.config.training.optimizer)
+        return RemoteTrainer(self._ask, self._config.training.optimizer)
 
     def make_critic(self, trainer: Any) -> Critic | SharedCritic | None:
         algorithm = self._prepared.algorithm
         if not getattr(algorithm, "needs_critic", False):
             return None
-        if self._prepared.config.critic.shared:
+        if self._config.critic.shared:
             return SharedCritic(self._prepared, trainer)
         return RemoteCritic(self._ask, algorithm)
 
@@ -181,7 +178,8 @@ class Processes:
         return EngineRouter(each, restart=self._restart, reload=self._reload)
 
     def make_publisher(self, engine: Engine) -> RemotePublisher:
-        self._publisher = RemotePublisher(self)
+        probe = assembly.make_probe(self.roles.vocabulary, self.roles.dtype)
+        self._publisher = RemotePublisher(self, probe, wait=self._settings.supervision.wait)
         return self._publisher
 
     def save_reference(self, run: Path) -> None:
@@ -212,8 +210,8 @@ class Processes:
     # What the parts stand on.
 
     async def _start(self, *, scalar: bool, together: bool, engines: int) -> None:
-        config = self._prepared.config
-        name = config.run.name or self._prepared.config.model.path or "run"
+        config = self._config
+        name = config.run.name or config.model.path or "run"
         threads = None if config.hardware.threads == "auto" else config.hardware.threads
         start = partial(
             WorkerGroup.start, supervisor=self._supervisor, run=Path(name).name, logs=self._logs, threads=threads
@@ -252,6 +250,7 @@ class Processes:
             fingerprint=facts.fingerprint,
         )
         self.roles = RemoteRoles(loaded, facts)
+        self.shares_weights = together and config.rollout.engine.kind == "local"
         where = [] if self.engines is None else ["weights move by " + ": ".join(self._transport())]
         if together:
             where = ["the engine samples with the trainer's own weights"]
@@ -300,92 +299,12 @@ class Processes:
         await self._publisher.publish_again()
 
 
-class RemotePublisher:
-    """Publishes from trainer ranks to engines, wherever they are."""
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        roles, settings = processes.roles, processes._settings
-        probe = assembly.make_probe(roles.vocabulary, roles.dtype)
-        self._publisher = Publisher(probe, wait=settings.supervision.wait)
-        self._version: int | None = None
-
-    async def publish(self, trainer: Any, *, version: int) -> dict[str, float]:
-        """Make every engine serve `version`; returns metrics.
-
-        Raises:
-            RunFailure: an engine does not hold or serve the weights. WorkerLost: a process was lost over it.
-        """
-        processes = self._processes
-        if processes.engines is None:
-            return dict(await processes.trainers.call("publish", version))
-        first = self._version is None
-        if first:
-            await processes.connect()
-        self._version = version
-        return await self._publish(whole=first)
-
-    async def publish_again(self) -> None:
-        """The same version once more, whole, for an engine that has just been started."""
-        if self._version is not None:
-            await self._processes.connect()
-            await self._publish(whole=True)
-
-    async def _publish(self, *, whole: bool) -> dict[str, float]:
-        processes = self._processes
-        assert processes.engines is not None
-        assert self._version is not None
-        engines = {str(worker.rank): _EngineSide(worker) for worker in processes.engines.workers}
-        try:
-            return await self._publisher.publish(
-                _TrainerSide(processes.trainers), engines, version=self._version, whole=whole
-            )
-        except RunFailure as failure:
-            # What a loss left half done is not mended here: the run goes on from its last checkpoint.
-            if loss := processes.loss():
-                raise loss from failure
-            raise
-
-
-class _TrainerSide:
-    """The publisher's view of the ranks."""
-
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
-
-    async def offer(self, version: int, *, takers: int, whole: bool = False) -> Offer:
-        return await self._group.call("side.offer", version, takers=takers, whole=whole)  # type: ignore[no-any-return]
-
-    async def deliver(self) -> Delivered:
-        return await self._group.call("side.deliver")  # type: ignore[no-any-return]
-
-    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return await self._group.call("side.score", token_lists)  # type: ignore[no-any-return]
-
-
-class _EngineSide:
-    """The publisher's view of one engine."""
-
-    def __init__(self, worker: WorkerHandle) -> None:
-        self._worker = worker
-
-    async def pause(self) -> None:
-        await self._worker.call("side.pause")
-
-    async def take(self, offer: Offer) -> None:
-        await self._worker.call("side.take", offer)
-
-    async def verify(self, manifest: Manifest) -> list[Fault]:
-        return await self._worker.call("side.verify", manifest)  # type: ignore[no-any-return]
-
-    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return await self._worker.call("side.score", token_lists)  # type: ignore[no-any-return]
-
-    async def commit(self, version: int) -> None:
-        await self._worker.call("side.commit", version)
-
-    async def resume(self) -> None:
-        await self._worker.call("side.resume")
+def _engines_apart(config: Config) -> int:
+    """How many engines have a process of their own."""
+    if config.supervised is not None or served(config):
+        return 0
+    ahead = config.rollout.max_staleness > 0
+    return 0 if colocated(config.cluster, ahead=ahead) else config.cluster.engines.count
 
 
 def _made(folder: Path) -> Path:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptStream
 from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
+from strop.loops.ahead import Ahead
 from strop.loops.algorithm import demands_of
 from strop.loops.base_run import GIB, BaseRun
 from strop.loops.critic import Critic, SharedCritic
@@ -32,6 +34,8 @@ from strop.loops.watch import Watch
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
+from strop.rollout.journal import Journal, Note, as_arrays, from_arrays
+from strop.rollout.windows import Admitted
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
@@ -40,6 +44,8 @@ from strop.training.snapshot import Held
 
 CURRICULUM = "curriculum.safetensors"
 """The file of a checkpoint with the pass rates of the prompts."""
+UNDER_WAY = "under-way.safetensors"
+"""The file of a checkpoint with what was sampled for groups that were not trained."""
 
 
 class Run(BaseRun):
@@ -60,11 +66,15 @@ class Run(BaseRun):
         roles = self.roles
         self.engine = place.make_engine()
         self.publisher = place.make_publisher(self.engine)
+        self.journal = Journal(self.engine)
         self._turns = Turns(
             self.engine,
+            self.journal,
             place,
             engine_sleeps=roles.sizes.engine_sleeps,
             trainer_offloads=self.config.training.offload,
+            ahead=self.config.rollout.max_staleness > 0,
+            in_flight=self.config.rollout.in_flight_updates,
         )
         self.algorithm = prepared.algorithm
         self.teacher = teacher
@@ -73,7 +83,7 @@ class Run(BaseRun):
         verifiers = self.config.rewards.verifiers if self.config.rewards is not None else []
         self._environment_weight = sum(v.weight for v in verifiers if v.kind == "environment")
         self.stream: PromptStream = assembly.make_stream(prepared)
-        self.player = assembly.make_player(place.world, roles, self.engine)
+        self.player = assembly.make_player(place.world, roles, self.journal)
         self.collector = assembly.make_collector(
             prepared, roles, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
@@ -88,6 +98,9 @@ class Run(BaseRun):
         self._batch_metrics: dict[str, float] = {}
         own_critic = self._demands.critic and not self.config.critic.shared
         self._speed = Speed(self.config, roles, own_critic=own_critic)
+        self._ahead = Ahead(self.config, shares_weights=place.shares_weights)
+        self._served: int | None = None
+        self._notes: dict[tuple[int, ...], Note] = {}
 
     # The verbs of the loop, in the order in which it calls them.
 
@@ -103,7 +116,7 @@ class Run(BaseRun):
             await self._turns.engine_done()
             await self.place.aside(self._warm_up)
         await self.place.aside(self._make_trainer)
-        await self.publish()
+        await self._publish()
         await self.evaluate()
         await self.save()
 
@@ -113,13 +126,16 @@ class Run(BaseRun):
         await self._wake()
         self.display.phase(self.collector.phase)
         started = time.perf_counter()
+        self.journal.take_idle()
         curriculum = self.stream.curriculum
         if curriculum is not None:
             curriculum.start_step()
         groups = await self.collector.next_window(self.step)
+        self.journal.forget(group.number for group in groups)
         if curriculum is not None:
             record_window(curriculum, groups, self.collector.discarded, self.config)
-        sampled = self.collector.last_completion
+        # Of a window that was there already nothing was waited for.
+        sampled = max(started, self.collector.last_completion)
         self._times = {
             "time/sampling": self._note(self.collector.phase, started, sampled),
             "time/verifying": self._note("verifying", sampled),
@@ -165,7 +181,8 @@ class Run(BaseRun):
 
     async def update(self, batch: TokenBatch) -> dict[str, float]:
         """All updates of this step; returns metrics."""
-        return await self.place.aside(lambda: self._update(batch))
+        async with self.publisher.updating(self.step + 1):
+            return await self.place.aside(lambda: self._update(batch))
 
     def _update(self, batch: TokenBatch) -> dict[str, float]:
         self.display.phase("training")
@@ -180,17 +197,29 @@ class Run(BaseRun):
             stats = self.critic.update_both(batch, self.trainer, alone=alone)
         # Where a correction has measured the mismatch, it did so before it took tokens out.
         stats |= step_batch.mismatch(batch, recorded=self._recorded) | self._batch_metrics
+        if self.config.rollout.max_staleness:
+            stats |= step_batch.policies(batch)
         self._times["time/training"] = self._note("training", started)
         stats |= self._speed.figures(batch, stats, self._times, whole=not alone)
         return stats
 
     async def publish(self) -> dict[str, float]:
-        """Make the engine serve the weights of this step, and prove it."""
+        """Make the engine serve the weights of this step, and prove it, if this step is one to publish at."""
+        if self._ahead.stays(self.step, served=self._served):
+            return {}
+        await self._ahead.evaluated()
+        return await self._publish()
+
+    async def _publish(self) -> dict[str, float]:
         self._times |= await self._turns.trainer_done(*self._trainers)
         started = time.perf_counter()
+        await self._turns.publication_next()
         found = await self.publisher.publish(self.trainer, version=self.step)
         self._times["time/publishing"] = self._note("publishing", started)
         self._times |= {name: value for name, value in found.items() if name != "publish/version"}
+        await self._turns.published()
+        self._served = self.step
+        self.collector.serve(self.step)
         return found
 
     async def look(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -211,6 +240,7 @@ class Run(BaseRun):
                 one before cannot be written.
         """
         started = time.perf_counter()
+        self._take_evaluation()
         metrics = self._figures = self.step_metrics(groups, batch, stats) | self._seen
         self._tokens["sampled"] += int(metrics.get("tokens/sampled", 0))
         self._tokens["trained"] += int(metrics["tokens/trained"])
@@ -239,8 +269,9 @@ class Run(BaseRun):
             metrics |= self.stream.curriculum.metrics()
         tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
         if self.config.offline is None:
-            metrics["throughput/sampling_tokens_per_second"] = tokens / max(metrics["time/sampling"], 1e-9)
-            metrics["staleness/max"] = float(self.step - 1 - step_batch.served_versions(batch).min())
+            metrics |= self._overlap(tokens, seconds)
+            ages = self.step - 1 - step_batch.served_versions(batch)
+            metrics |= {"staleness/max": float(ages.max()), "staleness/mean": float(ages.mean())}
         else:
             # Nobody sampled anything, and versions count the steps of another run.
             metrics["tokens/read"] = metrics.pop("tokens/sampled")
@@ -255,6 +286,16 @@ class Run(BaseRun):
             "memory/process_gib": memory_bytes()["process"] / GIB,
         }
 
+    def _overlap(self, tokens: float, seconds: float) -> dict[str, float]:
+        """How quickly it was sampled, and the share of the step in which trainer and engine had nothing to do."""
+        waited, idle = self._times["time/sampling"], min(self.journal.take_idle(), seconds)
+        busy = seconds - idle if self.config.rollout.max_staleness else waited
+        return {
+            "throughput/sampling_tokens_per_second": tokens / max(busy, 1e-9),
+            "bubble/trainer": (waited + self._times["time/verifying"]) / seconds,
+            "bubble/engine": idle / seconds,
+        }
+
     def step_records(self, batch: TokenBatch) -> list[EpisodeRecord]:
         """The episodes of the step that was trained last, token by token."""
         return episode_records(self._trained, batch, self._left_out, self._texts)
@@ -262,6 +303,7 @@ class Run(BaseRun):
     async def close(self, error: BaseException | None) -> None:
         """Give back everything; the run's manifest notes how it ended."""
         self.display.close()
+        await self._ahead.close()
         await self.collector.close()
         await self.engine.close()
         if self.place.world is not None:
@@ -300,7 +342,7 @@ class Run(BaseRun):
     async def _wake(self) -> None:
         """Where the engine sleeps it gets the weights as they are; in the loop a publication was before."""
         if self._turns.asleep:
-            await self.publish()
+            await self._publish()
 
     def _make_trainer(self) -> None:
         training = self.config.training
@@ -332,8 +374,20 @@ class Run(BaseRun):
         if self.stream.curriculum is not None:
             self.stream.curriculum.load(checkpoint / "state" / CURRICULUM)
         self.collector.admission.started = int(state["started_groups"])
+        self._take_back_groups(checkpoint, state)
         self._watch.load(state.get("alarms"))
         await self.take_back_weights(checkpoint, state)
+
+    def _take_back_groups(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Go on with the groups that were begun and not trained. What was sampled of them counts, unless it may be
+        older than the recipe allows now."""
+        found = state.get("under_way", [])
+        self.collector.take_back({n: Admitted(self.stream.prompt(prompt), v) for n, prompt, v in found})
+        path = checkpoint / "state" / UNDER_WAY
+        if path.exists() and state["max_staleness"] <= self.config.rollout.max_staleness:
+            self.journal.take_back(from_arrays(load_arrays(path)))
+        if found:
+            self.display.message(f"{len(found)} groups that were under way go on from where they were")
 
     async def take_back_weights(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Go to the weights of a checkpoint, with all that their next update depends on."""
@@ -346,7 +400,12 @@ class Run(BaseRun):
                 self.critic.load(checkpoint / "state" / "critic", state["critic"])
 
         await self.place.aside(take_back)
-        await self.publish()
+        await self._publish()
+
+    async def save(self) -> Path:
+        if self.collector.under_way:
+            self._notes = await self.journal.notes()
+        return await super().save()
 
     def _save(self) -> Path:
         # Whoever goes on from a checkpoint finds the episodes of all steps before it.
@@ -358,17 +417,23 @@ class Run(BaseRun):
         if self.critic is not None:
             critic = self.critic.hold() if behind else self.critic.save
         curriculum = None if self.stream.curriculum is None else self.stream.curriculum.held()
+        under_way = self.collector.under_way
         values = copy.deepcopy(
             {
                 "prompts": self.stream.state(),
                 "started_groups": self.collector.admission.started,
+                "under_way": [(number, one.prompt.prompt_id, one.version) for number, one in under_way.items()],
+                "max_staleness": self.config.rollout.max_staleness,
                 "alarms": self._watch.state(),
             }
         )
+        notes = as_arrays({stream: note for stream, note in self._notes.items() if stream[0] in under_way})
 
         def write(folder: Path) -> dict[str, Any]:
             if curriculum is not None:
                 save_arrays(curriculum, folder / "state" / CURRICULUM)
+            if under_way:
+                save_arrays(notes, folder / "state" / UNDER_WAY)
             return {
                 **values,
                 "trainer": trainer.save(folder / "state"),
@@ -388,6 +453,20 @@ class Run(BaseRun):
         if cache := self.engine.take_stats().extra.get("kv_cache_bytes"):
             found["kv cache"] = int(cache)
         return found
+
+    async def evaluate(self) -> dict[str, float]:
+        """See `BaseRun`; where training need not wait for it, the scores come with a later step."""
+        await self._ahead.evaluated()
+        self._take_evaluation()
+        if not self._ahead.evaluates_beside or self.step == 0 or self.done or self.prepared.held_out is None:
+            return await super().evaluate()
+        self._ahead.evaluate(self.step, self._score_held_out())
+        return {}
+
+    def _take_evaluation(self) -> None:
+        found = self._ahead.take()
+        if found is not None:
+            self.log_scores(*found)
 
     async def _score_held_out(self) -> dict[str, float]:
         await self._wake()

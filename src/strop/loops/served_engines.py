@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from strop.cluster.router import EngineRouter
 from strop.config import Config
@@ -13,6 +15,8 @@ from strop.rewards.client import server_of
 from strop.rollout.engine import Engine
 from strop.rollout.engines.dialects import OpenAI, Sglang
 from strop.rollout.engines.served import KEY, ServedEngine
+
+T = TypeVar("T")
 
 
 def make_served(config: Config, roles: Roles) -> list[ServedEngine]:
@@ -71,9 +75,17 @@ class WithServers:
         self._run = Path()
         self._engines: list[ServedEngine] = []
         self.reasons: tuple[str, ...] = (*place.reasons, *said)
+        self.shares_weights = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._place, name)
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """What `work` returns. Where servers sample meanwhile, their answers are taken while it computes."""
+        if self._config.rollout.max_staleness:
+            return await asyncio.to_thread(work)
+        found: T = await self._place.aside(work)
+        return found
 
     def settle_in(self, run: Path) -> None:
         self._run = run
@@ -94,5 +106,5 @@ class WithServers:
             make_probe(roles.vocabulary, roles.dtype),
             lambda: self._run / "weights" if folder is None else Path(folder),
             roles.tokenizer,
-            self._place.aside,
+            self.aside,
         )

@@ -10,8 +10,11 @@ from strop.config.cluster import ClusterSettings, EnvironmentPlacement, Publishi
 from strop.errors import ConfigError, UserError
 
 
-def colocated(settings: ClusterSettings) -> bool:
+def colocated(settings: ClusterSettings, *, ahead: bool = False) -> bool:
     """Whether the engine is in the process of the only trainer rank and samples with its weights.
+
+    Args:
+        ahead: sampling goes on while the trainer computes, for which each needs a process of its own.
 
     Raises:
         ConfigError: placement, transport and numbers do not go together.
@@ -27,7 +30,7 @@ def colocated(settings: ClusterSettings) -> bool:
                 mend="set it to separate, or leave it on auto",
             )
         return True
-    chosen = settings.engines.placement == "auto" and one and not moves
+    chosen = settings.engines.placement == "auto" and one and not moves and not ahead
     if settings.publishing.transport == "shared" and not chosen:
         raise _refused(
             "weights cannot be shared between processes",
@@ -35,6 +38,28 @@ def colocated(settings: ClusterSettings) -> bool:
             mend="leave it on auto, or set engines and ranks to 1 and placement to colocated",
         )
     return chosen
+
+
+def settled(config: Config, device: Device, gpus: int) -> tuple[Config, tuple[str, ...]]:
+    """The recipe with the place of its engines settled where it samples ahead, and why it is so.
+
+    Args:
+        gpus: of the cluster.
+    """
+    cluster = config.cluster
+    if config.supervised is not None or not config.rollout.max_staleness or cluster.engines.placement != "auto":
+        return config, ()
+    if config.rollout.engine.server is not None:
+        return config, ()
+    wanted = cluster.trainer.ranks + cluster.engines.count
+    apart = device == "cpu" or gpus >= wanted or not colocated(cluster)
+    why = (
+        "sampling goes on while the trainer computes (rollout.max_staleness), so the engine has a process of its own"
+        if apart
+        else f"trainer and engine would need {wanted} GPUs, and there is {gpus}: they take turns on it"
+    )
+    engines = cluster.engines.model_copy(update={"placement": "separate" if apart else "colocated"})
+    return config.model_copy(update={"cluster": cluster.model_copy(update={"engines": engines})}), (why,)
 
 
 def device_of(config: Config, here: str, gpus: int) -> tuple[Device, tuple[str, ...]]:
@@ -66,7 +91,9 @@ def idle_in_cluster(config: Config) -> Iterator[UserError]:
     elif config.rollout.engine.server is not None:
         why = "with servers, which others have started and which load weights themselves"
         yield from _idle_sections(settings, ("engines", "publishing"), why)
-    elif settings.publishing.bucket_mb != PublishingSettings().bucket_mb and colocated(settings):
+    elif settings.publishing.bucket_mb != PublishingSettings().bucket_mb and colocated(
+        settings, ahead=config.rollout.max_staleness > 0
+    ):
         why = "with a colocated engine, to which nothing is moved"
         yield _idle("cluster.publishing.bucket_mb", why, "set cluster.engines.placement to separate")
 
@@ -87,4 +114,4 @@ def _refused(what: str, *, where: str, mend: str) -> ConfigError:
     return ConfigError([UserError(what, where=where, mend=mend)])
 
 
-__all__ = ["colocated", "idle_in_cluster"]
+__all__ = ["colocated", "device_of", "idle_in_cluster", "settled"]

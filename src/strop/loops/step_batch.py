@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.advantages import no_spread
 from strop.algorithms.batch import TokenBatch
-from strop.algorithms.corrections import importance_weights
+from strop.algorithms.corrections import importance_weights, three_policies
 from strop.algorithms.sampling_rules import overlong_filter
 from strop.errors import RunFailure
 from strop.loops.algorithm import Demands
@@ -171,6 +171,13 @@ def mismatch(batch: TokenBatch, *, recorded: bool = False) -> dict[str, float]:
     policy = batch.extra["logprobs"] if recorded or batch.old_logprobs is None else batch.old_logprobs
     _, _, metrics = importance_weights(policy, batch.sampler_logprobs, batch.loss_mask, batch.seq_ids)
     return _numbers(metrics)
+
+
+def policies(batch: TokenBatch) -> dict[str, float]:
+    """How far sampler, policy before the step and policy after it are apart, for a batch that has been trained."""
+    current = batch.extra["logprobs"]
+    proximal = current if batch.old_logprobs is None else batch.old_logprobs
+    return _numbers(three_policies(batch.sampler_logprobs, proximal, current, batch.loss_mask))
 
 
 def group_metrics(

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -56,6 +57,11 @@ class ServedPublisher:
         self._tokenizer = tokenizer
         self._aside = aside
         self._before: Path | None = None
+
+    @asynccontextmanager
+    async def updating(self, version: int) -> AsyncIterator[None]:
+        """While the trainer's weights become those of a version; here nobody else reads them meanwhile."""
+        yield
 
     async def publish(self, trainer: Any, *, version: int) -> dict[str, float]:
         """Make the servers serve `version`; returns metrics.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from strop.publishing.proof import Probe, Scorer
 from strop.rollout.engine import Engine, WeightUpdate
 
@@ -18,6 +21,11 @@ class SharedPublisher:
     def __init__(self, engine: Engine, probe: Probe) -> None:
         self._engine = engine
         self._probe = probe
+
+    @asynccontextmanager
+    async def updating(self, version: int) -> AsyncIterator[None]:
+        """While the trainer's weights become those of a version; here nobody else reads them meanwhile."""
+        yield
 
     async def publish(self, trainer: Scorer, *, version: int) -> dict[str, float]:
         """Make the engine serve `version`; returns metrics.

@@ -86,7 +86,7 @@ class Collector(Windows[PromptLike]):
         settings = replace(self._settings, temperature=0.0) if greedy else self._settings
         tree = None if greedy else self._tree
         played = await self._player.play(episode, prompt, settings, stream, tree=tree)
-        self._completed(self._player.most(tree))
+        self._completed(episode.group, self._player.most(tree))
         return played
 
 

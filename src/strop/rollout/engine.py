@@ -32,12 +32,14 @@ class SampleRequest:
     """One completion to sample.
 
     tokens: the ids to continue. stream: what the random draws are keyed by, beside the run's seed: the same key gives
-    the same draws whatever else is sampled at the time (for a rollout: prompt occurrence, sample index, turn).
+    the same draws whatever else is sampled at the time (for a rollout: prompt occurrence, sample index, turn). begun:
+    what was sampled of it before; the engine goes on behind that, and its result has all of it.
     """
 
     tokens: tuple[int, ...]
     settings: SampleSettings
     stream: tuple[int, ...]
+    begun: SampleResult | None = None
 
     def check(self, context: int) -> None:
         """Raises ValueError where prompt and completion do not fit a model's context, or the prompt is empty."""
@@ -95,6 +97,11 @@ class Engine(Protocol):
     """Token ids in; token ids, log-probabilities and weight versions out."""
 
     async def generate(self, request: SampleRequest) -> SampleResult: ...
+
+    async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
+        """What is there so far of requests that have not ended, by their streams, for `SampleRequest.begun`; as much of
+        it as the engine knows."""
+        ...
 
     async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32 [L]; the first one is NaN."""

@@ -122,7 +122,7 @@ class RecordedCollector(Windows[GroupLike]):
             # One with an error's status has no reward, and keeps that status.
             episode.reward, episode.correct = recorded.reward, recorded.correct
             episode.components, episode.detail = dict(recorded.components), recorded.detail
-        self._completed()
+        self._completed(number)
         return episode
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from strop.rollout.admission import Admission
@@ -13,6 +15,14 @@ from strop.rollout.episode import Episode, Group
 
 T = TypeVar("T")
 Prompt = TypeVar("Prompt")
+
+
+@dataclass(frozen=True)
+class Admitted(Generic[Prompt]):
+    """What a group is made of, and the version of the weights that was served when it began."""
+
+    prompt: Prompt
+    version: int
 
 
 class Windows(ABC, Generic[Prompt]):
@@ -47,6 +57,8 @@ class Windows(ABC, Generic[Prompt]):
         self._progress = progress
         self._worth = worth
         self._max_refills = max_refills if worth is not None else 0
+        self._version: int | None = None
+        self._admitted: dict[int, Admitted[Prompt]] = {}
         self._tasks: dict[int, asyncio.Task[Group]] = {}
         self.discarded: list[Group] = []
         """Groups of the last window that were replaced."""
@@ -54,7 +66,9 @@ class Windows(ABC, Generic[Prompt]):
         """How often groups of the last window were replaced."""
         self.baselines: dict[int, Episode] = {}
         """The most likely completion of each group of the last window, by the group's number, where it is asked for."""
-        self._completions = self._expected = 0
+        self._completions: Counter[int] = Counter()
+        self._due: frozenset[int] = frozenset()
+        self._expected = 0
         self._last_completion = 0.0
 
     @abstractmethod
@@ -65,28 +79,51 @@ class Windows(ABC, Generic[Prompt]):
             attempt: how often the group in its place has been replaced.
         """
 
+    def serve(self, version: int) -> None:
+        """The weights of a version are served from now on; groups begin that may be made ahead."""
+        self._version = version
+        if self.admission.max_staleness:
+            self._begin()
+
     async def next_window(self, step: int) -> list[Group]:
         """The groups that step number `step` (0 for the first) trains, in order of admission.
 
         Raises:
             Whatever an engine or verifier raised; the other groups are then cancelled.
         """
-        first, size = step * self.admission.groups_per_step, self.admission.groups_per_step
-        self._completions, self._expected = 0, size * self._per_group
+        size = self.admission.groups_per_step
+        self._expected = size * self._per_group
         self.discarded, self.refills = [], 0
+        if self._version is None or not self.admission.max_staleness:
+            self._version = step
         try:
-            for number in self.admission.admit(step):
-                prompt = self._next_prompt()
-                self._tasks[number] = asyncio.get_running_loop().create_task(self.make_group(number, prompt))
-            groups = await asyncio.gather(*(self._tasks[first + n] for n in range(size)))
+            self._begin()
+            self._due = frozenset(sorted(self._tasks)[:size])
+            if len(self._due) < size:
+                raise RuntimeError(f"step {step} needs {size} groups, and {len(self._due)} were admitted")
+            groups = await asyncio.gather(*(self._tasks[number] for number in sorted(self._due)))
             groups = await self._replace_worthless(list(groups))
+            self._raise_failures()
         except BaseException:
             await self.close()
             raise
-        for group in groups:
-            del self._tasks[group.number]
-        self.baselines = {number: episode for number, episode in self.baselines.items() if number >= first}
+        for number in self._due:
+            del self._tasks[number], self._admitted[number], self._completions[number]
+        self.baselines = {
+            number: episode
+            for number, episode in self.baselines.items()
+            if number in self._due or number in self._tasks
+        }
         return groups
+
+    @property
+    def under_way(self) -> dict[int, Admitted[Prompt]]:
+        """What groups were begun for that no step has trained, by their numbers."""
+        return dict(self._admitted)
+
+    def take_back(self, admitted: Mapping[int, Admitted[Prompt]]) -> None:
+        """Make these groups again, as `under_way` gave them; they begin with the next version or window."""
+        self._admitted = dict(sorted(admitted.items()))
 
     @property
     def last_completion(self) -> float:
@@ -99,12 +136,30 @@ class Windows(ABC, Generic[Prompt]):
         self._tasks.clear()
         await cancel(tasks)
 
-    def _completed(self, count: int = 1) -> None:
-        """So many more completions are there, or will never be."""
-        self._completions += count
+    def _begin(self) -> None:
+        """Begin the groups that the version which is served admits."""
+        assert self._version is not None
+        for number in self.admission.admit(self._version):
+            self._admitted[number] = Admitted(self._next_prompt(), self._version)
+        loop = asyncio.get_running_loop()
+        for number, one in self._admitted.items():
+            if number not in self._tasks:
+                self._tasks[number] = loop.create_task(self.make_group(number, one.prompt))
+
+    def _raise_failures(self) -> None:
+        """Raise what went wrong with a group of a later window: it would be the same then."""
+        for task in self._tasks.values():
+            if task.done():
+                task.result()
+
+    def _completed(self, number: int, count: int = 1) -> None:
+        """So many more completions of a group are there, or will never be."""
+        self._completions[number] += count
+        if number not in self._due:
+            return
         self._last_completion = time.perf_counter()
         if self._progress is not None:
-            self._progress(self._completions, self._expected)
+            self._progress(sum(self._completions[due] for due in self._due), self._expected)
 
     async def _replace_worthless(self, groups: list[Group]) -> list[Group]:
         """Make groups of other prompts in place of those that are not worth training: dynamic sampling.

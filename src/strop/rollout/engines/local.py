@@ -88,6 +88,7 @@ class LocalEngine:
         pack_weights: hold a second copy of the weights for small matrix products; None decides by the model.
         graphs: on a GPU, capture decoding steps as CUDA graphs; a model that does not allow it is decoded without.
             compiled: compile the blocks of captured steps by torch.compile.
+        recomputes: compute keys and values of running requests anew with each version of the weights.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class LocalEngine:
         pack_weights: bool | None = None,
         graphs: bool = True,
         compiled: bool = False,
+        recomputes: bool = False,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -120,6 +122,7 @@ class LocalEngine:
         self._graphs: Any = None
         self._capture = graphs and capturable(self._device)
         self._compiled = compiled
+        self._recomputes = recomputes
         self._version = 0
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -140,10 +143,24 @@ class LocalEngine:
             request, asyncio.get_running_loop().create_future(), stream_key(self._seed, request.stream)
         )
         sequence.stop_tail = stop_tail(request.settings.stop)
+        if (begun := request.begun) is not None:
+            plain = begun.plain()
+            sequence.tokens, sequence.logprobs = list(plain.tokens), list(plain.logprobs)
+            sequence.versions = list(plain.versions)
         self._waiting.append(sequence)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.get_running_loop().create_task(self._run())
         return await sequence.future
+
+    async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
+        """What each request has so far."""
+        return {
+            sequence.request.stream: SampleResult(
+                list(sequence.tokens), list(sequence.logprobs), list(sequence.versions), "aborted"
+            )
+            for sequence in [*self._running, *self._waiting]
+            if sequence.tokens and not sequence.future.done()
+        }
 
     async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32 [L], through the weights that sampling uses."""
@@ -184,6 +201,8 @@ class LocalEngine:
         # What was computed with the old weights is not lent to requests that enter from now on.
         for sequence in self._running:
             sequence.first_hidden = None
+        if self._recomputes:
+            self._enter_again()
         return self._version
 
     def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -210,11 +229,15 @@ class LocalEngine:
 
     async def sleep(self) -> None:
         """Give the cache and the packed weights back; running requests keep what they have and are prefilled again."""
+        self._enter_again()
+        self._cache = self._packed = self._head = self._graphs = None
+
+    def _enter_again(self) -> None:
+        """Let running requests wait, with what they have, until they are prefilled anew."""
         for sequence in self._running:
             sequence.first_hidden = None
         self._waiting.extendleft(reversed(self._running))
         self._running.clear()
-        self._cache = self._packed = self._head = self._graphs = None
 
     async def wake(self) -> None:
         """Nothing to do: memory is taken again when it is needed."""

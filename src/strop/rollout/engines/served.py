@@ -65,6 +65,7 @@ class ServedEngine:
         self._vocabulary = vocabulary
         self._version = 0
         self._running = 0
+        self._parts: dict[tuple[int, ...], tuple[list[int], list[float], list[int]]] = {}
         self._aborts = 0
         self._gate = asyncio.Event()
         self._gate.set()
@@ -113,10 +114,23 @@ class ServedEngine:
             RunFailure: the server did not answer.
         """
         request.check(self._context)
+        begun = SampleResult([], [], [], "aborted") if request.begun is None else request.begun.plain()
+        part = (list(begun.tokens), list(begun.logprobs), list(begun.versions))
+        self._parts[request.stream] = part
+        try:
+            return await self._sample(request, *part)
+        finally:
+            del self._parts[request.stream]
+
+    async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
+        """What each request had when it was last cut off."""
+        return {stream: self._result(*part, "aborted") for stream, part in self._parts.items() if part[0]}
+
+    async def _sample(
+        self, request: SampleRequest, tokens: list[int], logprobs: list[float], versions: list[int]
+    ) -> SampleResult:
+        """Add to what is there until the completion has ended."""
         settings = request.settings
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
         attempt, aborts = 0, self._aborts
         while True:
             await self._gate.wait()

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -43,6 +43,12 @@ class _Running:
     # (tokens that were there, version of those that follow)
     versions: list[tuple[int, int]] = field(default_factory=list)
     scores: list[np.ndarray] = field(default_factory=list)
+
+    def go_on(self, begun: SampleResult) -> None:
+        """Have what was sampled of it before."""
+        self.tokens = [int(token) for token in begun.tokens]
+        self.logprobs = [np.asarray(begun.logprobs, np.float32)]
+        self.versions = [(at, int(version)) for at, version in enumerate(begun.versions)]
 
     def result(self, finish: FinishReason) -> SampleResult:
         count = len(self.tokens)
@@ -118,10 +124,19 @@ class VllmEngine:
             RunFailure: vLLM failed.
         """
         request.check(self._context)
-        found: SampleResult = await self._enter(
-            _Running(request, None, asyncio.get_running_loop().create_future(), stop_tail(request.settings.stop))
-        )
+        running = _Running(request, None, asyncio.get_running_loop().create_future(), stop_tail(request.settings.stop))
+        if request.begun is not None:
+            running.go_on(request.begun)
+        found: SampleResult = await self._enter(running)
         return found
+
+    async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
+        """What each request has so far."""
+        return {
+            running.request.stream: running.result("aborted")
+            for running in self._requests.values()
+            if running.request is not None and running.tokens and not running.future.done()
+        }
 
     async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32 [L], through the weights that sampling uses.
@@ -256,7 +271,7 @@ class VllmEngine:
     async def _enter(self, running: _Running) -> Any:
         name = str(self._number)
         self._number += 1
-        running.versions.append((0, self._version))
+        running.versions.append((len(running.tokens), self._version))
         self._requests[name] = running
         self._entering.append(name)
         if self._loop is None or self._loop.done():
@@ -305,10 +320,12 @@ class VllmEngine:
             self._core.add_scored(name, running.score)
             return
         assert running.request is not None
-        request = running.request
-        seed = int(stream_key(self._seed, request.stream))
-        self._core.add(name, request.tokens, request.settings, seed=seed, ends=self._eos)
-        self._stats.prompt_tokens += len(request.tokens)
+        request, begun = running.request, len(running.tokens)
+        # Draws go on elsewhere in the stream, or those of the first tokens would be drawn again.
+        seed = int(stream_key(self._seed, (*request.stream, *([begun] if begun else []))))
+        settings = replace(request.settings, max_new_tokens=request.settings.max_new_tokens - begun)
+        self._core.add(name, (*request.tokens, *running.tokens), settings, seed=seed, ends=self._eos)
+        self._stats.prompt_tokens += len(request.tokens) + begun
         self._stats.sequences += 1
 
     def _score_alone(self, token_lists: Sequence[Sequence[int]]) -> tuple[list[np.ndarray], list[StepOutput]]:

@@ -40,7 +40,8 @@ class VllmSettings:
     dtype: of weights and cache. context: longest prompt + completion. max_sequences: decoded together. prefill_tokens:
     of prompts in one pass. memory: share of the GPU's memory for weights, cache and workspace. eager: neither compile
     nor capture CUDA graphs. prefix_caching: keep keys and values of prompts that are asked for again. sleeps: start it
-    so that it can give its memory back; on a GPU only.
+    so that it can give its memory back; on a GPU only. keeps: requests that run keep their keys and values when weights
+    change; without prefix_caching only.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class VllmSettings:
     eager: bool
     prefix_caching: bool
     sleeps: bool = False
+    keeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class VllmCore:
         self._greedy: set[str] = set()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
         self._sleeps = settings.sleeps
+        self._keeps = settings.keeps
         self._asleep: list[str] = []
         self._kept: dict[str, vllm_sleep.Kept] = {}
 
@@ -247,7 +250,8 @@ class VllmCore:
     def push(self, weights: Mapping[str, Tensor]) -> None:
         """Put all weights into the model, and forget everything that was computed with others.
 
-        Requests that run keep their tokens; their keys and values are computed anew.
+        Requests that run keep their tokens; their keys and values are computed anew, unless it was started to keep
+        them.
 
         Args:
             weights: by the names of Hugging Face, on any device and in any number format.
@@ -269,7 +273,7 @@ class VllmCore:
                 f"vLLM holds other values than it was given, in {len(stale)} of {len(weights)} tensors: {told}",
                 mend="the run stops so that nothing is trained on samples of other weights",
             )
-        if not self._core.reset_prefix_cache(reset_running_requests=True):
+        if not self._keeps and not self._core.reset_prefix_cache(reset_running_requests=True):
             raise RunFailure("vLLM could not forget the keys and values of older weights")
 
     def stale(self, weights: Mapping[str, Tensor]) -> list[str]:

@@ -1,0 +1,122 @@
+"""Publication between processes: the publisher's view of ranks and engines that are Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from strop.cluster.group import WorkerGroup
+from strop.cluster.handle import WorkerHandle
+from strop.errors import RunFailure
+from strop.publishing.manifest import Fault, Manifest
+from strop.publishing.proof import Probe
+from strop.publishing.publisher import Publisher
+from strop.publishing.sides import Delivered
+from strop.publishing.transports.protocol import Offer
+
+if TYPE_CHECKING:
+    from strop.loops.processes import Processes
+
+
+class RemotePublisher:
+    """Publishes from trainer ranks to engines, wherever they are.
+
+    An update changes the weights that a publication reads, so that they go one after the other: an engine that is
+    started again during an update gets the weights behind it, under their own number.
+    """
+
+    def __init__(self, processes: Processes, probe: Probe, *, wait: float) -> None:
+        self._processes = processes
+        self._publisher = Publisher(probe, wait=wait)
+        self._turn = asyncio.Lock()
+        self._held: int | None = None
+        self._connected = False
+
+    @asynccontextmanager
+    async def updating(self, version: int) -> AsyncIterator[None]:
+        """While the trainer's weights become those of a version."""
+        async with self._turn:
+            yield
+            self._held = version
+
+    async def publish(self, trainer: Any, *, version: int) -> dict[str, float]:
+        """Make every engine serve `version`; returns metrics.
+
+        Raises:
+            RunFailure: an engine does not hold or serve the weights. WorkerLost: a process was lost over it.
+        """
+        processes = self._processes
+        async with self._turn:
+            self._held = version
+            if processes.engines is None:
+                return dict(await processes.trainers.call("publish", version))
+            return await self._publish(version, whole=not self._connected)
+
+    async def publish_again(self) -> None:
+        """What the trainer holds, whole, for an engine that has just been started."""
+        async with self._turn:
+            if self._held is not None:
+                self._connected = False
+                await self._publish(self._held, whole=True)
+
+    async def _publish(self, version: int, *, whole: bool) -> dict[str, float]:
+        processes = self._processes
+        assert processes.engines is not None
+        if not self._connected:
+            await processes.connect()
+            self._connected = True
+        engines = {str(worker.rank): _EngineSide(worker) for worker in processes.engines.workers}
+        try:
+            return await self._publisher.publish(
+                _TrainerSide(processes.trainers), engines, version=version, whole=whole
+            )
+        except RunFailure as failure:
+            # What a loss left half done is not mended here: the run goes on from its last checkpoint.
+            if loss := processes.loss():
+                raise loss from failure
+            raise
+
+
+class _TrainerSide:
+    """The publisher's view of the ranks."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    async def offer(self, version: int, *, takers: int, whole: bool = False) -> Offer:
+        return await self._group.call("side.offer", version, takers=takers, whole=whole)  # type: ignore[no-any-return]
+
+    async def deliver(self) -> Delivered:
+        return await self._group.call("side.deliver")  # type: ignore[no-any-return]
+
+    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return await self._group.call("side.score", token_lists)  # type: ignore[no-any-return]
+
+
+class _EngineSide:
+    """The publisher's view of one engine."""
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+
+    async def pause(self) -> None:
+        await self._worker.call("side.pause")
+
+    async def take(self, offer: Offer) -> None:
+        await self._worker.call("side.take", offer)
+
+    async def verify(self, manifest: Manifest) -> list[Fault]:
+        return await self._worker.call("side.verify", manifest)  # type: ignore[no-any-return]
+
+    async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return await self._worker.call("side.score", token_lists)  # type: ignore[no-any-return]
+
+    async def commit(self, version: int) -> None:
+        await self._worker.call("side.commit", version)
+
+    async def resume(self) -> None:
+        await self._worker.call("side.resume")

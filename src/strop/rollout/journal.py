@@ -1,0 +1,182 @@
+"""A journal of what was sampled for groups that no step has trained yet.
+
+It stands between those who play episodes and the engine. What it has noted is part of a checkpoint, so that a run which
+goes on from there plays the same episodes again without sampling them again: a request that had ended is answered from
+the journal, one that was under way goes on behind its last token. So whatever an environment was told is told again,
+and no token is lost. A request with another prompt than noted (an environment that answers otherwise) starts anew, and
+is counted.
+
+It also holds requests back while weights change, where completions are to be of one version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from strop.rollout.engine import Engine, FinishReason, SampleRequest, SampleResult
+
+Stream = tuple[int, ...]
+ENDS: tuple[FinishReason, ...] = ("stop", "length", "aborted")
+_UNDER_WAY = ENDS.index("aborted")
+
+
+@dataclass(frozen=True)
+class Note:
+    """What was sampled for a request. `result.finish` is `aborted` where it had not ended."""
+
+    prompt: tuple[int, ...]
+    result: SampleResult
+
+    @property
+    def ended(self) -> bool:
+        return self.result.finish != "aborted"
+
+
+class Journal:
+    """The engine, as those who play episodes see it.
+
+    Streams of training begin with the number of their group; those of evaluations begin below zero and are not noted.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._notes: dict[Stream, Note] = {}
+        self._asked: dict[Stream, SampleRequest] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._outstanding = 0
+        self._idle = 0.0
+        self._since = time.perf_counter()
+        self.begun_anew = 0
+        """Requests that were begun anew although something of them was noted."""
+        self.gone_on = 0
+        """Requests that went on behind what was noted of them, or were answered by it."""
+
+    async def generate(self, request: SampleRequest) -> SampleResult:
+        """See `Engine.generate`."""
+        note = self._notes.get(request.stream)
+        if note is not None and note.prompt != request.tokens:
+            del self._notes[request.stream]
+            self.begun_anew += 1
+            note = None
+        if note is not None:
+            self.gone_on += 1
+            if note.ended:
+                return note.result
+            request = replace(request, begun=note.result)
+        if not self._open.is_set():
+            await self._open.wait()
+        if request.stream[0] >= 0:
+            self._asked[request.stream] = request
+        self._enter()
+        try:
+            result = await self._engine.generate(request)
+        finally:
+            self._leave()
+            self._asked.pop(request.stream, None)
+        if request.stream[0] >= 0 and result.finish != "aborted":
+            self._notes[request.stream] = Note(request.tokens, result)
+        return result
+
+    def forget(self, groups: Iterable[int]) -> None:
+        """These groups are trained: nothing of them is asked for again."""
+        gone = frozenset(groups)
+        self._notes = {stream: note for stream, note in self._notes.items() if stream[0] not in gone}
+
+    # While weights change.
+
+    async def hold(self) -> None:
+        """Let no request begin from now on, and wait for those that have begun."""
+        self._open.clear()
+        await self._quiet.wait()
+
+    def go_on(self) -> None:
+        """Let requests begin again."""
+        self._open.set()
+
+    def take_idle(self) -> float:
+        """Seconds since this was last asked in which the engine had nothing to sample."""
+        now = time.perf_counter()
+        idle = self._idle + (now - self._since if self._outstanding == 0 else 0.0)
+        self._idle, self._since = 0.0, now
+        return idle
+
+    def _enter(self) -> None:
+        if self._outstanding == 0:
+            self._idle += time.perf_counter() - self._since
+            self._quiet.clear()
+        self._outstanding += 1
+
+    def _leave(self) -> None:
+        self._outstanding -= 1
+        if self._outstanding == 0:
+            self._since = time.perf_counter()
+            self._quiet.set()
+
+    # In a checkpoint.
+
+    async def notes(self) -> dict[Stream, Note]:
+        """All notes, with what the engine has so far of requests that have not ended."""
+        asked = dict(self._asked)
+        part = await self._engine.under_way()
+        found = {stream: Note(asked[stream].tokens, result) for stream, result in part.items() if stream in asked}
+        # What has ended meanwhile is there as a whole.
+        return found | self._notes
+
+    def take_back(self, notes: Mapping[Stream, Note]) -> None:
+        """Go on with the notes of a checkpoint."""
+        self._notes = dict(notes)
+
+
+def as_arrays(notes: Mapping[Stream, Note]) -> dict[str, np.ndarray]:
+    """Notes as flat arrays with lengths, for a file; see `from_arrays`."""
+    streams, found = list(notes), list(notes.values())
+    prompts: dict[tuple[int, ...], int] = {}
+    prompt_of = [prompts.setdefault(note.prompt, len(prompts)) for note in found]
+    results = [note.result for note in found]
+    return {
+        **_ragged("streams", streams, np.int64),
+        **_ragged("prompts", list(prompts), np.int32),
+        **_ragged("tokens", [result.tokens for result in results], np.int32),
+        "prompt_of": np.array(prompt_of, np.int32),
+        "logprobs": _flat([result.logprobs for result in results], np.float32),
+        "versions": _flat([result.versions for result in results], np.int32),
+        "finish": np.array([ENDS.index(result.finish) for result in results], np.int8),
+    }
+
+
+def from_arrays(arrays: Mapping[str, np.ndarray]) -> dict[Stream, Note]:
+    """The notes that `as_arrays` was given."""
+    streams, prompts = (
+        [tuple(one.tolist()) for one in _parts(arrays[name], arrays[f"{name}_lengths"])]
+        for name in ("streams", "prompts")
+    )
+    tokens, logprobs, versions = (
+        _parts(arrays[name], arrays["tokens_lengths"]) for name in ("tokens", "logprobs", "versions")
+    )
+    return {
+        stream: Note(prompts[prompt], SampleResult(t.astype(np.int64), p, v, ENDS[finish]))
+        for stream, prompt, t, p, v, finish in zip(
+            streams, arrays["prompt_of"], tokens, logprobs, versions, arrays["finish"], strict=True
+        )
+    }
+
+
+def _flat(parts: Iterable[Any], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
+def _ragged(name: str, parts: list[Any], dtype: Any) -> dict[str, np.ndarray]:
+    return {name: _flat(parts, dtype), f"{name}_lengths": np.array([len(part) for part in parts], np.int64)}
+
+
+def _parts(flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    return np.split(flat, np.cumsum(lengths)[:-1]) if len(lengths) else []
