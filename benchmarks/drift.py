@@ -35,7 +35,7 @@ DISTANCES = ("mismatch/mean", "mismatch/abs_max", "publish/probe_gap")
 
 @dataclass(frozen=True)
 class Job:
-    """What all engines do. memory: share of the GPU's memory that vLLM gets. eager: see `rollout.engine.eager`."""
+    """What all engines do. memory: share of the GPU's memory that vLLM gets."""
 
     shape: str
     device: str
@@ -47,7 +47,6 @@ class Job:
     steps: int
     threads: int
     memory: float
-    eager: bool
 
     @property
     def context(self) -> int:
@@ -76,10 +75,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         files = make_files(Path(folder), job)
         for engine in options.only:
-            asked = {"engine": engine, "job": asdict(job), **files}
-            numbers["sides"][engine] = run(asked, options.limit)
+            asked = {"engine": engine, "eager": options.eager, "job": asdict(job), **files}
+            numbers["sides"][engine] = {"eager": options.eager, **run(asked, options.limit)}
             # Each engine at once: whoever ends this early keeps what there is.
             measure.write(NAME, numbers, options, script="drift")
+            shown = ("weights_moved", "distances", "failed")
+            side = numbers["sides"][engine]
+            print(engine, len(side.get("steps", [])), {key: side[key] for key in shown if key in side}, flush=True)
     return numbers
 
 
@@ -90,7 +92,7 @@ def make_job(options: argparse.Namespace) -> Job:
     if options.smoke:
         sizes |= {"shape": "tiny", "device": "cpu", "dtype": "float32"}
         sizes |= {"prompts": 3, "group_size": 2, "prompt_tokens": 9, "new_tokens": 6, "steps": 5}
-    return Job(**sizes, threads=options.threads, memory=options.memory, eager=options.eager)
+    return Job(**sizes, threads=options.threads, memory=options.memory)
 
 
 def make_files(folder: Path, job: Job) -> dict[str, str]:
@@ -137,12 +139,12 @@ def summary(steps: Sequence[dict[str, float]]) -> dict[str, Any]:
     return {"distances": found}
 
 
-def recipe(engine: str, job: Job, files: dict[str, str], folder: str) -> Any:
-    """The job as a recipe; what it does not say is strop's default."""
+def recipe(engine: str, job: Job, files: dict[str, str], folder: str, *, eager: bool) -> Any:
+    """The job as a recipe; what it does not say is strop's default. eager: see `rollout.engine.eager`."""
     import strop_side
 
     settings: dict[str, Any] = {"kind": engine}
-    if job.eager:
+    if eager:
         settings["eager"] = True
     if engine == "vllm" and job.device != "cpu":
         settings["memory"] = job.memory
@@ -150,13 +152,13 @@ def recipe(engine: str, job: Job, files: dict[str, str], folder: str) -> Any:
     return strop_side.recipe(asked, folder)
 
 
-def one_engine(engine: str, job: dict[str, Any], model: str, data: str, progress: str) -> dict[str, Any]:
+def one_engine(engine: str, eager: bool, job: dict[str, Any], model: str, data: str, progress: str) -> dict[str, Any]:
     """The distances of each step of a run, and how many of its weights are others at the end."""
     sizes = Job(**job)
     measure.use_threads(sizes.threads)
     found: dict[str, Any] = {"steps": []}
     with tempfile.TemporaryDirectory() as folder:
-        config = recipe(engine, sizes, {"model": model, "data": data}, folder)
+        config = recipe(engine, sizes, {"model": model, "data": data}, folder, eager=eager)
         asyncio.run(steps_of(config, sizes.steps, found, Path(progress)))
     return {**found, **card.about()}
 

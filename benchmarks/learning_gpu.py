@@ -52,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             numbers["sides"][engine] = {**found, **summary(found.get("runs", []))}
             # Each engine at once: whoever ends this early keeps what there is.
             measure.write(NAME, numbers, options)
+            shown = ("accuracy_before", "accuracy_after", "mismatch_mean", "mismatch_max", "failed")
+            side = numbers["sides"][engine]
+            after = [run["accuracy"][-1] for run in side.get("runs", [])]
+            print(engine, after, {key: side[key] for key in shown if key in side}, flush=True)
     return numbers
 
 
