@@ -79,10 +79,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             numbers["sides"][engine] = {"eager": options.eager, **run(asked, options.limit)}
             # Each engine at once: whoever ends this early keeps what there is.
             measure.write(NAME, numbers, options, script="drift")
-            shown = ("weights_moved", "distances", "failed")
+            shown = ("weights_moved", "distances")
             side = numbers["sides"][engine]
-            print(engine, len(side.get("steps", [])), {key: side[key] for key in shown if key in side}, flush=True)
+            print(
+                engine,
+                len(side.get("steps", [])),
+                {key: side[key] for key in shown if key in side},
+                _why(side),
+                flush=True,
+            )
     return numbers
+
+
+def _why(side: dict[str, Any]) -> str:
+    """The last line of why a side failed; the whole of it is with the side."""
+    lines: list[str] = str(side.get("failed", "")).strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def make_job(options: argparse.Namespace) -> Job:

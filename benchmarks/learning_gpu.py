@@ -52,11 +52,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             numbers["sides"][engine] = {**found, **summary(found.get("runs", []))}
             # Each engine at once: whoever ends this early keeps what there is.
             measure.write(NAME, numbers, options)
-            shown = ("accuracy_before", "accuracy_after", "mismatch_mean", "mismatch_max", "failed")
+            shown = ("accuracy_before", "accuracy_after", "mismatch_mean", "mismatch_max")
             side = numbers["sides"][engine]
             after = [run["accuracy"][-1] for run in side.get("runs", [])]
-            print(engine, after, {key: side[key] for key in shown if key in side}, flush=True)
+            print(engine, after, {key: side[key] for key in shown if key in side}, _why(side), flush=True)
     return numbers
+
+
+def _why(side: dict[str, Any]) -> str:
+    """The last line of why a side failed; the whole of it is with the side."""
+    lines: list[str] = str(side.get("failed", "")).strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def make_job(options: argparse.Namespace) -> dict[str, Any]:
