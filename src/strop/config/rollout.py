@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from strop.config.base import Auto, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from strop.config.window import WindowSettings
 
 
 class ServerSettings(StrictModel):
@@ -113,6 +114,8 @@ class RolloutSettings(StrictModel):
     update_every: PositiveInt = 1
     """With `max_staleness`: steps from one publication of new weights to the next; at most one more than
     `max_staleness`."""
+    window: WindowSettings = WindowSettings()
+    """Which groups a step trains."""
     tree: TreeSettings | None = None
     """Let episodes of several turns branch; none when not set."""
     engine: EngineSettings = EngineSettings()
@@ -125,6 +128,21 @@ class RolloutSettings(StrictModel):
                 f"update_every ({self.update_every}) steps with the same weights sample tokens that are up to "
                 f"{self.update_every - 1} versions old, and max_staleness is {self.max_staleness}: raise it, or lower "
                 "update_every"
+            )
+        return self
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether a step trains tokens that older weights sampled."""
+        return self.max_staleness > 0 or self.window.past is not None
+
+    @model_validator(mode="after")
+    def _past_groups_live(self) -> Self:
+        past = self.window.past
+        if past is not None and past.max_age <= self.max_staleness:
+            raise ValueError(
+                f"window.past.max_age ({past.max_age}) has to be more than max_staleness ({self.max_staleness}): a "
+                "group may be that old when it is first trained, and would be forgotten before it came again"
             )
         return self
 

@@ -84,7 +84,7 @@ def idle_ahead(config: Config) -> Iterator[UserError]:
             yield _idle("in_flight_updates", "with rollout.max_staleness: 0, where nothing is under way between steps")
         if rollout.engine.after_update != "auto":
             yield _idle("engine.after_update", "with rollout.max_staleness: 0, where nothing is under way then")
-        if config.algorithm.correction.kind == "none":
+        if config.algorithm.correction.kind == "none" and not rollout.off_policy:
             yield UserError(
                 "`algorithm.correction.kind: none` has no effect with rollout.max_staleness: 0, where nothing is "
                 "corrected unless asked for",
