@@ -136,6 +136,30 @@ class RolloutSettings(StrictModel):
         """Whether a step trains tokens that older weights sampled."""
         return self.max_staleness > 0 or self.window.past is not None
 
+    @property
+    def ahead(self) -> int:
+        """Steps that sampling may run ahead of training: what the order of the window leaves of `max_staleness`."""
+        if self.window.order == "admission" or self.max_staleness < 2:
+            return self.max_staleness
+        slack = self.max_staleness // 2 if self.window.slack == "auto" else self.window.slack
+        return self.max_staleness - slack
+
+    @model_validator(mode="after")
+    def _order_leaves_time(self) -> Self:
+        if self.max_staleness < 2 or self.window.order == "admission":
+            return self
+        if self.ahead < 1:
+            raise ValueError(
+                f"window.slack ({self.window.slack}) has to be less than max_staleness ({self.max_staleness}): the "
+                "rest is what sampling runs ahead of training"
+            )
+        if self.update_every > self.ahead + 1:
+            raise ValueError(
+                f"update_every ({self.update_every}) can be at most {self.ahead + 1} here: window.order leaves "
+                f"sampling {self.ahead} steps ahead of training; raise max_staleness, or lower update_every"
+            )
+        return self
+
     @model_validator(mode="after")
     def _past_groups_live(self) -> Self:
         past = self.window.past

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.config.base import PositiveFloat, PositiveInt, StrictModel
+from strop.config.base import Auto, PositiveFloat, PositiveInt, StrictModel
 
 OwnFunction = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 
@@ -50,8 +50,13 @@ class WindowSettings(StrictModel):
     """Which groups a step trains (docs/window.md)."""
 
     order: Literal["admission", "ready"] | OwnFunction = "admission"
-    """With `rollout.max_staleness`: which groups go first, of those that are under way. `admission`: first in, first
-    out. `ready`: those that are complete, which favours short completions. Or what a function of your own says, as
-    `module:function`. Whatever the order, no group waits longer than the bound allows, and none is dropped."""
+    """With `rollout.max_staleness` of 2 or more: which groups go first, of those that are under way. `admission`: first
+    in, first out. `ready`: those that are complete, which favours short completions. Or what a function of your own
+    says, as `module:function`. Whatever the order, no token gets older than the bound allows, and nothing is
+    dropped."""
+    slack: PositiveInt | Auto = "auto"
+    """Of every other order than `admission`: how many steps a group may be passed over. Sampling then runs ahead of
+    training by `rollout.max_staleness` less that, at least 1, so that the bound holds. `auto` is half of
+    `rollout.max_staleness`."""
     past: PastSettings | None = None
     """Train past groups again; none when not set."""

@@ -267,7 +267,7 @@ def make_collector(
     rollout, offline = prepared.config.rollout, prepared.config.offline
     demands = demands_of(prepared.algorithm)
     size = rollout.groups_per_step
-    admission = Admission(size, rollout.max_staleness, last=prepared.config.run.steps * size)
+    admission = Admission(size, rollout.ahead, last=prepared.config.run.steps * size)
     if offline is not None:
         return RecordedCollector(
             lambda: stream.next()[0],

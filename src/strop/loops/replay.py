@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NOT_OF_THE_STEP = (
     *("time/", "throughput/", "memory/", "alarms/", "curriculum/"),
-    *("window/length_bias", "window/passed_over", "window/due", "window/past_kept"),
+    *("window/length_bias", "window/passed_over", "window/forced", "window/past_kept"),
 )
 """Metrics that depend on the clock, the machine and other steps."""
 SHOWN = (

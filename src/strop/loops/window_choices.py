@@ -37,9 +37,11 @@ def idle_in_window(config: Config) -> Iterator[UserError]:
     if window.order != "admission":
         if config.offline is not None:
             yield _idle("order", "with `offline`: nothing is sampled")
-        elif config.rollout.max_staleness == 0:
-            why = "with rollout.max_staleness: 0, where a step trains all groups that are under way"
-            yield _idle("order", why, ", or raise rollout.max_staleness")
+        elif config.rollout.max_staleness < 2:
+            why = f"with rollout.max_staleness: {config.rollout.max_staleness}, which lets no group wait for another"
+            yield _idle("order", why, ", or set rollout.max_staleness to 2 or more")
+    elif window.slack != "auto":
+        yield _idle("slack", "with order: admission, in which no group is passed over")
     if window.past is None:
         return
     if config.offline is not None:

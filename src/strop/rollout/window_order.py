@@ -1,19 +1,21 @@
 """Which of the groups that are under way a step trains, where it is not simply those that were admitted first.
 
 Invariants (tests/rollout/test_window_order.py), whatever is ready when, and whatever is chosen:
-1. A group that began under version v is trained at the latest by step v + max_staleness: it is due then.
+1. A group that began under version v is trained at the latest by step v + max_staleness, its deadline.
 2. Nothing is dropped: each group is trained exactly once.
 3. A step trains `groups_per_step` groups.
 
-They go together, because at most `groups_per_step` groups are due at a step: when version v is served, at most
-(v + 1 + max_staleness) * groups_per_step groups have ever begun, and before step v + max_staleness all but
-`groups_per_step` of these have been trained.
+To keep a later step from having more groups due than it trains, a step looks ahead: of the groups with a deadline up to
+step d, all but those must go now that the steps behind it, up to d, have room for. So it can always be done: sampling
+runs ahead by `ahead` < max_staleness steps, and so there are never more than (ahead + 1) * groups_per_step groups under
+way. What is left, max_staleness - ahead, is how many steps a group may be passed over; in order of admission it is 0,
+for every group is then trained at its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from strop.rollout.episode import Group
@@ -27,7 +29,7 @@ class ReadyGroup:
     """A group that is complete.
 
     number: in order of admission. version: of the weights that were served when it began. spare: how many steps more
-    it could wait; at least 1, because one that cannot wait is not asked about.
+    it can wait; one with 0 goes now, whatever is chosen.
     """
 
     number: int
@@ -40,8 +42,9 @@ class Readiness:
     """Groups that are complete go first; of these, those that were admitted first, or which a function chooses.
 
     Args:
-        groups_per_step, max_staleness: those of admission.
-        own: asked with a list of `ReadyGroup` in order of admission, and how many of them to choose.
+        groups_per_step: of admission. max_staleness: the bound, which has to be larger than that of admission.
+        own: asked with a list of `ReadyGroup` in order of admission, and how many of them to choose. What the bound
+            demands goes before what it chooses.
     """
 
     def __init__(self, groups_per_step: int, max_staleness: int, own: OwnChoice | None = None) -> None:
@@ -61,33 +64,50 @@ class Readiness:
         Raises:
             Whatever a group failed with. RunFailure: the function returned what it must not.
         """
-        due = [number for number in sorted(tasks) if versions[number] + self._bound <= step]
-        free = self._size - len(due)
-        assert free >= 0, f"{len(due)} groups are due at step {step}, which trains {self._size}"
-        others = [number for number in sorted(tasks) if number not in due]
-        await _complete(tasks, due, others, free)
-        ready = [number for number in others if tasks[number].done()]
-        chosen = ready[:free]
-        if self._own is not None and free:
+        demands = self._demands(step, versions)
+        await _complete(tasks, demands)
+        ready = [number for number in sorted(tasks) if tasks[number].done()]
+        wanted = ready
+        if self._own is not None:
             groups = [ReadyGroup(n, tasks[n].result(), versions[n], versions[n] + self._bound - step) for n in ready]
-            chosen = self._own(ready, free, groups, free)
-        window = sorted([*due, *chosen])
-        passed_over = sum(number not in window for number in tasks if number < window[-1])
-        self.metrics = {"window/passed_over": float(passed_over), "window/due": float(len(due))}
+            wanted = self._own(ready, self._size, groups, self._size)
+        window = sorted(_allowed([*wanted, *(n for n in ready if n not in wanted)], demands))
+        self.metrics = {
+            "window/forced": float(len(set(window) - set(wanted[: self._size]))),
+            "window/passed_over": float(sum(n not in window for n in tasks if n < window[-1])),
+        }
         self.metrics |= self._bias.of(window, {number: tasks[number].result() for number in window}, set(tasks))
         return window
 
+    def _demands(self, step: int, versions: Mapping[int, int]) -> list[tuple[set[int], int]]:
+        """(groups, how many of them must go now), by deadline; each set holds the one before, the last holds all."""
+        found = []
+        for version in sorted(set(versions.values())):
+            urgent = {number for number, began in versions.items() if began <= version}
+            found.append((urgent, len(urgent) - (version + self._bound - step) * self._size))
+        assert max(least for _, least in found) <= self._size, f"step {step} cannot train all that is due: {found}"
+        return [*found[:-1], (found[-1][0], self._size)]
 
-async def _complete(tasks: Mapping[int, asyncio.Task[Group]], due: list[int], others: list[int], free: int) -> None:
-    """Wait until all groups that are due are complete, and so many of the others."""
+
+async def _complete(tasks: Mapping[int, asyncio.Task[Group]], demands: Sequence[tuple[set[int], int]]) -> None:
+    """Wait until there is a choice that meets the demands."""
     while True:
-        for task in tasks.values():
-            if task.done():
-                # What went wrong with any group is told now: it would be the same later.
-                task.result()
-        if all(tasks[number].done() for number in due) and sum(tasks[n].done() for n in others) >= free:
+        done = {number for number, task in tasks.items() if task.done()}
+        for number in done:
+            # What went wrong with any group is told now: it would be the same later.
+            tasks[number].result()
+        if all(len(done & urgent) >= least for urgent, least in demands):
             return
         await asyncio.wait([t for t in tasks.values() if not t.done()], return_when=asyncio.FIRST_COMPLETED)
+
+
+def _allowed(wanted: Sequence[int], demands: Sequence[tuple[set[int], int]]) -> list[int]:
+    """The first of these, as far as the demands leave it to that: the first ones themselves, if these meet them."""
+    chosen: list[int] = []
+    for urgent, least in demands:
+        more = [number for number in wanted if number in urgent and number not in chosen]
+        chosen += more[: max(0, least - len(chosen))]
+    return chosen
 
 
 @dataclass
