@@ -2,7 +2,7 @@
 
 Invariants (tests/rollout/test_past_groups.py):
 1. No token of a group that is drawn is more than `max_age` versions old.
-2. At most `keep` groups are kept: the latest that were trained for the first time.
+2. At most `keep` groups are kept: of those that are not too old, the latest that were trained for the first time.
 3. A draw depends on the run's seed, the step and what is kept, and on nothing else.
 """
 
