@@ -73,7 +73,7 @@ def test_no_group_is_too_old_or_too_many_and_a_run_that_goes_on_draws_the_same(
         new = []
         for age, advantage, rate in made:
             new.append(past(number, max(0, step - age), advantage=advantage, rate=rate))
-            first_trained.append(number)
+            expected.append((number, max(0, step - age)))
             number += 1
         for groups in (whole, again):
             groups.trained_again({one.number: 0.5 for one in drawn})
