@@ -52,6 +52,9 @@ class StoredWindow:
         """Whether the most likely completion of each prompt is there."""
         return all(group.number in self.baselines for group in [*self._groups, *self.past])
 
+    def serve(self, version: int) -> None:
+        """Nothing is sampled, whatever is served."""
+
     async def next_window(self, step: int) -> list[Group]:
         """The groups, whatever the step."""
         self.last_completion = time.perf_counter()
