@@ -65,7 +65,14 @@ def records_by_step(run: Path) -> dict[int, list[Any]]:
     "changes",
     [
         pytest.param({}, id="uniform"),
-        pytest.param({"rollout.window.past.select": "priority", "algorithm.name": "reinforce_pp"}, id="priority"),
+        pytest.param(
+            {
+                "rollout.window.past.select": "priority",
+                "rollout.window.past.priority": "advantage",
+                "algorithm.name": "reinforce_pp",
+            },
+            id="priority",
+        ),
         pytest.param({"rollout.window.past.select": "stratified", "algorithm.name": "ppo"}, id="stratified, critic"),
         pytest.param(
             {"rollout.window.past.select": "tiny_choices:any_past", "algorithm.name": "remax"}, id="own, greedy"
@@ -270,7 +277,10 @@ def test_episodes_that_fan_out_are_trained_whole_ahead_of_training(fan_out: dict
         ({"rollout.window.past": {"groups": 3, "keep": 2}}, r"keep \(2\) is less than groups \(3\)"),
         ({"rollout.window.past": {**PAST, "max_age": 3}, **AHEAD}, r"has to be more than max_staleness \(3\)"),
         ({"rollout.window.past": {**PAST, "exponent": 2.0}}, r"past.exponent` has no effect with select: uniform"),
-        ({"rollout.window.past": {**PAST, "priority": "spread"}}, r"past.priority` has no effect with select: uniform"),
+        (
+            {"rollout.window.past": {**PAST, "priority": "advantage"}},
+            r"past.priority` has no effect with select: uniform",
+        ),
         ({"rollout.window.past": {**PAST, "strata": 3}}, r"past.strata` has no effect with select: uniform"),
         ({"rollout.window.past": {**PAST, "select": "tiny_choices:latest"}}, r"rollout.window.past.select"),
         ({"rollout.window.past": PAST, "offline": {}}, r"`rollout.window.past` has no effect with `offline`"),

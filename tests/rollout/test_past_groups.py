@@ -126,14 +126,14 @@ def test_priority_draws_in_proportion_to_a_power(priority: str, exponent: float)
 
 
 def test_what_has_no_priority_comes_when_nothing_else_is_left() -> None:
-    groups = groups_of(groups=2, select="priority")
+    groups = groups_of(groups=2, select="priority", priority="advantage")
     groups.add([past(0, advantage=0.0), past(1, advantage=0.0), past(2, advantage=1.0)])
     assert all(2 in {one.number for one in groups.draw(step)} for step in range(20))
     assert {one.number for step in range(20) for one in groups.draw(step)} == {0, 1, 2}
 
 
 def test_a_priority_is_that_of_the_last_time() -> None:
-    groups = groups_of(groups=1, select="priority")
+    groups = groups_of(groups=1, select="priority", priority="advantage")
     groups.add([past(0, advantage=0.0), past(1, advantage=1.0)])
     assert [one.number for one in groups.draw(0)] == [1]
     groups.trained_again({0: 1.0, 1: 0.0, 99: 5.0})
