@@ -216,6 +216,29 @@ def test_whatever_the_order_nothing_is_dropped_and_the_bound_holds(order: str, i
     assert told == ((False, False) if order == "admission" else (True, True))
 
 
+@pytest.mark.parametrize(
+    ("window", "ahead"),
+    [({}, 3), ({"order": "ready"}, 2), ({"order": "ready", "slack": 2}, 1), ({"order": "tiny_choices:latest"}, 2)],
+)
+def test_what_an_order_may_pass_over_is_taken_from_what_sampling_runs_ahead(
+    window: dict[str, Any], ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop.rollout.windows import Windows
+
+    furthest = 0
+    serve = Windows.serve
+
+    def noting(self: Any, version: int) -> None:
+        nonlocal furthest
+        serve(self, version)
+        furthest = max(furthest, self.admission.started - 4 * version)
+
+    monkeypatch.setattr(Windows, "serve", noting)
+    found = observe(recipe(**{**AHEAD, "rollout.window": window}))
+    assert found.error is None
+    assert furthest == 4 * (ahead + 1)
+
+
 def test_ready_is_warned_of_at_the_start() -> None:
     data = recipe(**{**AHEAD, "run.steps": 2, "tracking.display": "plain"})
     put(data, "rollout.window", {"order": "ready"})

@@ -28,8 +28,8 @@ class PastSettings(StrictModel):
     """Which of the kept groups come: any, those rather that have a high `priority`, as many of each of `strata` pass
     rates, or what a function of your own says, as `module:function`. Draws are keyed by the run's seed and the step."""
     priority: Literal["spread", "advantage"] = "spread"
-    """Of `priority`: the standard deviation of a group's rewards, or the mean of |advantage| over its tokens when it was
-    last trained, which is nearly the same for all groups where advantages are divided by that deviation."""
+    """Of `priority`: the standard deviation of a group's rewards, or the mean of |advantage| over its tokens when it
+    was last trained, which is nearly the same for all groups where advantages are divided by that deviation."""
     exponent: PositiveFloat = 1.0
     """Of `priority`: a group is drawn with a probability that grows with its priority to this power. Near 0 all are
     alike; a group of priority 0 comes when no other is left."""
