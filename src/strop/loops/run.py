@@ -13,7 +13,6 @@ from safetensors.numpy import save_file as save_arrays
 
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptStream
-from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
 from strop.loops.ahead import Ahead
 from strop.loops.algorithm import demands_of
@@ -23,6 +22,7 @@ from strop.loops.curriculum import nothing_left, record_window
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
+from strop.loops.past import PAST, Past
 from strop.loops.place import Place, find_place
 from strop.loops.prepare import Prepared
 from strop.loops.speed import Speed
@@ -31,6 +31,7 @@ from strop.loops.teacher import Teachers, load_teacher
 from strop.loops.turns import Turns
 from strop.loops.warmup import warmup_steps
 from strop.loops.watch import Watch
+from strop.loops.window_choices import told_of_window
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
@@ -87,6 +88,7 @@ class Run(BaseRun):
         self.collector = assembly.make_collector(
             prepared, roles, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
+        self.past = Past(self.config)
         self._texts = PromptTexts(prepared.train)
         self._watch = Watch(prepared, self._texts, display, opened.directory)
         self._files = EpisodeWriter()
@@ -106,6 +108,8 @@ class Run(BaseRun):
 
     async def begin(self) -> None:
         """Warm up and score the model, unless the run has gone past that."""
+        if text := told_of_window(self.config):
+            self.display.message(text, "warning")
         if self.place.world is not None:
             await self.place.world.factory.open()
         if self._resumed:
@@ -160,22 +164,25 @@ class Run(BaseRun):
         judged = [*episodes, *collector.baselines.values()]
         if self._judges:
             check_errors([reward_of(e) for e in judged], first_step=self.step == 0, settings=self.config.rewards)
-        chosen = step_batch.choose(groups, self._demands, collector.baselines)
+        joined = self.past.join(groups, self.step)
+        baselines = collector.baselines | self.past.baselines
+        chosen = step_batch.choose(joined, self._demands, baselines)
         batch, self._trained = step_batch.lay_out(
-            chosen, self._demands, collector.baselines, environment_weight=self._environment_weight
+            chosen, self._demands, baselines, environment_weight=self._environment_weight
         )
         self._left_out = chosen.left_out
         if self.config.offline is None:
-            self._check_staleness(batch)
+            self.past.check(batch, self._trained, self.step)
         else:
             own = self._are_own(groups)
             self._recorded = take_recorded(batch, self.config, self._demands, self.trainer, own=own)
         self._batch_metrics = step_batch.group_metrics(
-            groups, collector.discarded, collector.refills, [] if chosen.silent else self._trained
+            groups, collector.discarded, collector.refills, [] if chosen.silent else self.past.fresh(self._trained)
         )
         self._batch_metrics |= step_batch.fill(
             batch, self.algorithm, self._demands, self.trainer, self.teacher, self.critic
         )
+        self._batch_metrics |= self.past.keep(chosen, baselines, self._trained, batch)
         self._times["time/scoring"] = self._note("scoring", started)
         return batch
 
@@ -197,7 +204,7 @@ class Run(BaseRun):
             stats = self.critic.update_both(batch, self.trainer, alone=alone)
         # Where a correction has measured the mismatch, it did so before it took tokens out.
         stats |= step_batch.mismatch(batch, recorded=self._recorded) | self._batch_metrics
-        if self.config.rollout.max_staleness:
+        if self.config.rollout.off_policy:
             stats |= step_batch.policies(batch)
         self._times["time/training"] = self._note("training", started)
         stats |= self._speed.figures(batch, stats, self._times, whole=not alone)
@@ -248,7 +255,8 @@ class Run(BaseRun):
         if every and self.step % every == 0:
             path = episodes_file(self.directory.episodes_folder, self.step)
             self._files.write(path, self.step_records(batch))
-            if others := records_beside(self.collector.baselines, self.collector.discarded, self._texts):
+            compared = self.collector.baselines | self.past.baselines
+            if others := records_beside(compared, self.collector.discarded, self._texts):
                 self._files.write(beside(path), others)
         self.metrics.log(self.step, metrics)
         sample = sample_of(groups, self._texts, self.step)
@@ -270,8 +278,7 @@ class Run(BaseRun):
         tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
         if self.config.offline is None:
             metrics |= self._overlap(tokens, seconds)
-            ages = self.step - 1 - step_batch.served_versions(batch)
-            metrics |= {"staleness/max": float(ages.max()), "staleness/mean": float(ages.mean())}
+            metrics |= self.past.ages(batch, self._trained, self.step - 1) | self.collector.window_metrics
         else:
             # Nobody sampled anything, and versions count the steps of another run.
             metrics["tokens/read"] = metrics.pop("tokens/sampled")
@@ -298,7 +305,7 @@ class Run(BaseRun):
 
     def step_records(self, batch: TokenBatch) -> list[EpisodeRecord]:
         """The episodes of the step that was trained last, token by token."""
-        return episode_records(self._trained, batch, self._left_out, self._texts)
+        return self.past.mark(episode_records(self._trained, batch, self._left_out, self._texts))
 
     async def close(self, error: BaseException | None) -> None:
         """Give back everything; the run's manifest notes how it ended."""
@@ -375,6 +382,7 @@ class Run(BaseRun):
             self.stream.curriculum.load(checkpoint / "state" / CURRICULUM)
         self.collector.admission.started = int(state["started_groups"])
         self._take_back_groups(checkpoint, state)
+        self.past.load(checkpoint / "state" / PAST)
         self._watch.load(state.get("alarms"))
         await self.take_back_weights(checkpoint, state)
 
@@ -427,6 +435,7 @@ class Run(BaseRun):
                 "alarms": self._watch.state(),
             }
         )
+        past = self.past.arrays()
         notes = as_arrays({stream: note for stream, note in self._notes.items() if stream[0] in under_way})
 
         def write(folder: Path) -> dict[str, Any]:
@@ -434,6 +443,8 @@ class Run(BaseRun):
                 save_arrays(curriculum, folder / "state" / CURRICULUM)
             if under_way:
                 save_arrays(notes, folder / "state" / UNDER_WAY)
+            if past is not None:
+                save_arrays(past, folder / "state" / PAST)
             return {
                 **values,
                 "trainer": trainer.save(folder / "state"),
@@ -505,13 +516,3 @@ class Run(BaseRun):
         trained."""
         untrained = self.step <= (self.config.critic.warmup_steps if self.critic is not None else 0)
         return untrained and self.collector.own(groups)
-
-    def _check_staleness(self, batch: TokenBatch) -> None:
-        served = step_batch.served_versions(batch)
-        oldest, youngest = self.step - int(served.min()), self.step - int(served.max())
-        if oldest > self.config.rollout.max_staleness or youngest < 0:
-            raise RunFailure(
-                f"a token of this step is {oldest} versions old, and at most {self.config.rollout.max_staleness} is "
-                "allowed",
-                mend="this is a fault of strop; please report it",
-            )
