@@ -24,7 +24,7 @@ from strop.tracking.text import show_number
 if TYPE_CHECKING:
     from strop.loops.run import Run
 
-NOT_OF_THE_STEP = ("time/", "throughput/", "memory/", "alarms/", "curriculum/")
+NOT_OF_THE_STEP = ("time/", "throughput/", "bubble/", "memory/", "alarms/", "curriculum/")
 """Metrics that depend on the clock, the machine and other steps."""
 SHOWN = (
     "loss",
