@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from strop.cluster.session import import_ray
@@ -64,19 +64,25 @@ class Restarts:
     """How often lost processes of a run may still be started again; the limit is in `settings`."""
 
     settings: SupervisionSettings
-    spent: int = 0
+    counted: list[WorkerLost] = field(default_factory=list)
+
+    @property
+    def spent(self) -> int:
+        """How many have been."""
+        return len(self.counted)
 
     def spend(self, loss: WorkerLost) -> int:
-        """Count one; returns how many are left.
+        """Count one; returns how many are left. A loss of which several have heard counts once.
 
         Raises:
             WorkerLost: none was left.
         """
         limit = self.settings.restarts
-        if self.spent >= limit:
-            loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
-            raise loss
-        self.spent += 1
+        if not any(one is loss for one in self.counted):
+            if self.spent >= limit:
+                loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
+                raise loss
+            self.counted.append(loss)
         return limit - self.spent
 
 
