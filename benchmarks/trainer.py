@@ -7,6 +7,7 @@ process of its own.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -55,13 +56,14 @@ CASES = {
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure; returns the numbers that were written."""
     parser = measure.arguments(__doc__, repeats=3)
-    parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE", help="in order")
     parser.add_argument("--limit", type=float, default=300, help="seconds that a case may take")
+    parser.add_argument("--add", action="store_true", help="keep the cases that the file of results already has")
     options = parser.parse_args(argv)
-    found: dict[str, Any] = {}
-    for name, case in CASES.items():
-        if options.only and name not in options.only:
-            continue
+    found = _earlier(options)
+    numbers: dict[str, Any] = {"cases": found}
+    for name in options.only:
+        case = CASES[name]
         if options.smoke:
             case = replace(case, shape="tiny", length=32, streams=2, budget=64, compiled=False, rank=min(case.rank, 2))
         asked, script = [json.dumps(asdict(case)), str(options.repeats)], Path(__file__)
@@ -72,10 +74,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         except RuntimeError as error:
             found[name] = asdict(case) | {"failed": str(error)[-2000:]}
         shown = ("tokens_per_second", "mfu", "allocated_gib", "first", "failed")
+        # Each case at once: whoever ends this early keeps what there is.
+        measure.write("trainer_gpu", numbers, options, script="trainer")
         print(name, {key: found[name][key] for key in shown if key in found[name]}, flush=True)
-    numbers = {"cases": found}
-    measure.write("trainer_gpu", numbers, options, script="trainer")
     return numbers
+
+
+def _earlier(options: argparse.Namespace) -> dict[str, Any]:
+    """Cases that the file of results has already, where they are wanted."""
+    file = options.out or measure.RESULTS / "trainer_gpu.json"
+    if not options.add or not file.exists():
+        return {}
+    cases: dict[str, Any] = json.loads(file.read_text())["numbers"]["cases"]
+    return cases
 
 
 def side(case: Case, repeats: int) -> dict[str, Any]:

@@ -565,6 +565,43 @@ def test_the_prompts_have_the_lengths_asked_for(character_tokenizer: Any) -> Non
     assert len(set(map(tuple, found))) == len(found)
 
 
+def test_weights_that_stand_still_show_no_drift(tmp_path: Path) -> None:
+    side = smoke("drift", tmp_path / "r.json", "--only", "local", results="drift_gpu")["sides"]["local"]
+    assert side["weights_moved"] == 0
+    assert len(side["steps"]) == 5
+    mean = side["distances"]["mismatch/mean"]
+    assert 0 < mean["mean"] <= mean["largest"] < 1e-4
+    assert side["distances"]["publish/probe_gap"]["largest"] < 1e-4
+
+
+def test_a_drift_is_told_from_rounding() -> None:
+    benchmark = module("drift")
+    rounding = [0.01 + 0.001 * (at * 7919 % 11 - 5) / 5 for at in range(50)]
+
+    def drifts(values: list[float]) -> bool:
+        steps = [dict.fromkeys(benchmark.DISTANCES, value) for value in values]
+        return bool(benchmark.summary(steps)["distances"]["mismatch/mean"]["drifts"])
+
+    assert not drifts(rounding)
+    assert drifts([value + 1e-4 * at for at, value in enumerate(rounding)])
+    assert benchmark.summary([]) == {}
+
+
+def test_every_seed_learns_from_the_same_start(tmp_path: Path) -> None:
+    side = smoke("learning_gpu", tmp_path / "r.json", "--only", "local", "--seeds", "0", "1")["sides"]["local"]
+    assert [run["seed"] for run in side["runs"]] == [0, 1]
+    assert side["runs"][0]["accuracy"][0] == side["runs"][1]["accuracy"][0] == side["accuracy_before"]
+    assert all(len(run["reward"]) == 2 and 0 < run["mismatch_max"] < 1e-4 for run in side["runs"])
+
+
+def test_cases_of_an_earlier_run_of_the_trainer_are_kept(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    smoke("trainer", out, "--only", "SFT, 8192", "--repeats=1", results="trainer_gpu")
+    cases = smoke("trainer", out, "--add", "--only", "RL, LoRA", "--repeats=1", results="trainer_gpu")["cases"]
+    assert list(cases) == ["SFT, 8192", "RL, LoRA"]
+    assert all(case["tokens_per_second"] > 0 for case in cases.values())
+
+
 def test_the_readme_has_the_command_of_each_script() -> None:
     readme = (FOLDER / "README.md").read_text()
     scripts = [path.name for path in FOLDER.glob("*.py") if "measure.arguments(" in path.read_text()]

@@ -490,6 +490,10 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     ),
     "asked": asked,
     "asked slowly": lambda: asked(**{"environment.arguments": {"pause": 0.2}}),
+    # Few rows, so that completions are under way when the weights change.
+    "ahead": lambda: recipe(
+        **{"rollout.max_staleness": 2, "rollout.engine.max_sequences": 5, "rollout.max_new_tokens": 12, "run.steps": 4}
+    ),
     "tree": lambda: tools(**{"rollout.tree": {"at": [1]}, "environment.max_turns": 4}),
     "played": played,
     "played slowly": lambda: played(**{"environment.arguments.pause": 0.2}),
@@ -818,7 +822,9 @@ TABLE: dict[str, Case] = {
     "rollout.max_new_tokens": Case(3, "completions"),
     "rollout.temperature": Case(0.5, "completions"),
     "rollout.stop": Case(["1", "3"], "completions"),
-    "rollout.max_staleness": Case(1, "refused", says=r"rollout\.max_staleness"),
+    "rollout.max_staleness": Case(1),
+    "rollout.in_flight_updates": Case(False, context="ahead"),
+    "rollout.update_every": Case(2, "refused", context="ahead", says=r"rollout\.update_every` has no effect"),
     # With vLLM itself they are in tests/loops/test_vllm_run.py, which needs an environment of its own.
     "rollout.engine.kind": Case("vllm", "refused", says=r"rollout\.engine\.kind: vllm` needs the package 'vllm'"),
     "rollout.engine.max_sequences": Case(3, "passes", steady=True),
@@ -829,6 +835,7 @@ TABLE: dict[str, Case] = {
     "rollout.engine.prefix_caching": Case(
         False, "refused", says=r"rollout\.engine\.prefix_caching` has no effect on the engine local"
     ),
+    "rollout.engine.after_update": Case("recompute", context="ahead"),
     "rollout.engine.sleep": Case("always", "sleeps", steady=True),
     "training.offload": Case(True, "refused", says=r"training\.offload` has no effect on a CPU"),
     **of_an_optimizer("training.optimizer", "plain", "falling"),
