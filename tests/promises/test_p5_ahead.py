@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from ahead_runs import ages, by_step, trained, versions_of
 from killed_processes import LONGEST, Process, kill_at, lines, write
 from safetensors.numpy import load_file
 from tiny_runs import recipe
 
 from strop.rollout.journal import Note, from_arrays
-from strop.tracking.episodes import EpisodeRecord, read_episodes
+
+pytestmark = pytest.mark.slow
 
 BOUND = 2
 STEPS = 12
@@ -57,41 +59,6 @@ CONVERSATIONS: dict[str, Any] = {
 
 
 # --- what a run trained --------------------------------------------------------------------------------------------
-
-
-def by_step(run: Path) -> dict[int, list[EpisodeRecord]]:
-    return {
-        int(path.stem[5:11]): list(read_episodes(path))
-        for path in sorted((run / "episodes").glob("step-??????.parquet"))
-    }
-
-
-def trained(run: Path) -> list[tuple[int, int, str, int]]:
-    """(step, group, prompt, completions) in order."""
-    found = []
-    for step, records in by_step(run).items():
-        groups = {record.group: record.prompt_id for record in records}
-        for group, prompt in sorted(groups.items()):
-            samples = [record.sample for record in records if record.group == group]
-            assert len(samples) == len(set(samples)), (step, group)
-            found.append((step, group, prompt, len(samples)))
-    return found
-
-
-def ages(run: Path) -> list[int]:
-    """How old each sampled token was when it was trained."""
-    found: list[int] = []
-    for step, records in by_step(run).items():
-        for record in records:
-            assert record.versions is not None
-            found += (step - 1 - record.versions[record.loss_mask]).tolist()
-    return found
-
-
-def versions_of(run: Path) -> list[list[int]]:
-    """Of each completion."""
-    records = [record for records in by_step(run).values() for record in records]
-    return [np.asarray(record.versions)[record.loss_mask].tolist() for record in records]
 
 
 @pytest.fixture(scope="module")
