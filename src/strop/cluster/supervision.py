@@ -64,26 +64,35 @@ class Restarts:
     """How often lost processes of a run may still be started again; the limit is in `settings`."""
 
     settings: SupervisionSettings
-    counted: list[WorkerLost] = field(default_factory=list)
-
-    @property
-    def spent(self) -> int:
-        """How many have been."""
-        return len(self.counted)
+    spent: int = 0
+    _mended: list[WorkerLost] = field(default_factory=list)
 
     def spend(self, loss: WorkerLost) -> int:
-        """Count one; returns how many are left. A loss of which several have heard counts once.
+        """Count one; returns how many are left.
 
         Raises:
             WorkerLost: none was left.
         """
         limit = self.settings.restarts
-        if not any(one is loss for one in self.counted):
-            if self.spent >= limit:
-                loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
-                raise loss
-            self.counted.append(loss)
+        if self.spent >= limit:
+            self._mended = [one for one in self._mended if one is not loss]
+            loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
+            raise loss
+        self.spent += 1
+        self._mended.append(loss)
         return limit - self.spent
+
+    def set_back(self, loss: WorkerLost) -> int:
+        """Count one that the run is set back by, but for one that was counted when its process was started again:
+        others may have heard of it nevertheless.
+
+        Raises:
+            WorkerLost: none was left.
+        """
+        if any(one is loss for one in self._mended):
+            self._mended = [one for one in self._mended if one is not loss]
+            return self.settings.restarts - self.spent
+        return self.spend(loss)
 
 
 RESTARTS: ContextVar[Restarts | None] = ContextVar("restarts", default=None)
