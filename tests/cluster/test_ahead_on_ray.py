@@ -28,6 +28,8 @@ from strop.rollout.journal import Journal
 pytestmark = pytest.mark.slow
 
 BOUND = 2
+PATIENT = {"timeout": 120.0}
+"""A process that ends is found at once; one that only gets no share of a busy machine is not to count as lost."""
 
 
 @pytest.fixture
@@ -149,7 +151,7 @@ def test_engines_are_lost_at_every_moment(attached: None, kills: Kills, capfd: p
     evaluation = {"evaluation.every": 7, "evaluation.samples": 8, "evaluation.temperature": 1.0}
     changes = {"data.eval": HELD_OUT, **evaluation, "rollout.max_new_tokens": 24}
     run = ran(
-        {**APART, "supervision": {"restarts": 6, "heartbeat": 0.5}},
+        {**APART, "supervision": {"restarts": 6, "heartbeat": 0.5, **PATIENT}},
         **{"run.steps": steps, "rollout.max_staleness": BOUND, "checkpoint.every": 3, **changes},
     )
     assert kills.done == ["update", "both", "checkpoint", "evaluation", "publication"]
@@ -182,10 +184,11 @@ def test_without_restarts_the_loss_is_named_and_the_same_command_goes_on(
 
     monkeypatch.setattr(Run, "collect", collecting)
     changes = {"run.steps": 5, "rollout.max_staleness": BOUND, "checkpoint.every": 2, "rollout.max_new_tokens": 24}
-    cluster = {**APART, "supervision": {"restarts": 0}}
+    cluster = {**APART, "supervision": {"restarts": 0, **PATIENT}}
     with pytest.raises(WorkerLost, match="engine 1 is lost") as caught:
         ran(cluster, **changes, **{"run.name": "lost"})
     assert "started again 0 times already (cluster.supervision.restarts)" in caught.value.mend
+    assert kill.done == ["once"]
     run = ran(cluster, **changes, **{"run.name": "lost"})
     assert [entry[1] for entry in trained(run)] == list(range(20))
     assert len({entry[2] for entry in trained(run)}) == 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.rollout.admission import Admission
@@ -105,6 +105,7 @@ def plain(notes: dict[tuple[int, ...], Note]) -> dict[tuple[int, ...], Any]:
     return {stream: (note.prompt, note.result.plain()) for stream, note in notes.items()}
 
 
+@settings(deadline=None)
 @given(some_notes())
 def test_notes_come_back_from_arrays_as_they_were(notes: dict[tuple[int, ...], Note]) -> None:
     arrays = as_arrays(notes)
@@ -115,6 +116,7 @@ def test_notes_come_back_from_arrays_as_they_were(notes: dict[tuple[int, ...], N
     assert len(arrays["prompts_lengths"]) == len({note.prompt for note in notes.values()})
 
 
+@settings(deadline=None)
 @given(some_notes())
 def test_and_through_a_file(notes: dict[tuple[int, ...], Note]) -> None:
     from safetensors.numpy import load, save
