@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from strop.cluster.supervision import Supervisor
 from strop.config.cluster import SupervisionSettings
 
 TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS.parent / "loops"))
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ RL = [
     "training.mini_batches=2",
 ]
 FSDP = ["cluster.trainer={ranks: 2, backend: fsdp}"]
-OF_THE_MACHINE = ("time/", "throughput/", "memory/", "publish/", "mismatch/")
+OF_THE_MACHINE = ("time/", "throughput/", "bubble/", "memory/", "publish/", "mismatch/")
 """Metrics that are not the same in two runs, or not in another process. `mismatch/` is rounding, near zero."""
 
 Train = Callable[..., Path]

@@ -74,6 +74,17 @@ def fails_later(prompts: list[str], completions: list[str], **_: Any) -> list[fl
     return [math.nan, *scores[1:]] if now else scores
 
 
+def hangs_later(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """From the ninth call on, of which each is about a group, there is no answer."""
+    with LOCK:
+        STATE["calls"] = STATE.get("calls", 0) + 1
+        hangs = STATE["calls"] > 8
+        STATE["hanging"] = STATE.get("hanging", 0) + hangs
+    if hangs:
+        time.sleep(600)
+    return spread(prompts, completions)
+
+
 def one_short(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * (len(completions) - 1)
 

@@ -45,6 +45,21 @@ class Asks:
     async def close(self) -> None: ...
 
 
+class Hangs(Asks):
+    """The same, but every ninth that is made after the first sixty never answers."""
+
+    made = 0
+
+    async def step(self, turn: PolicyTurn) -> Observation | Done:
+        if turn.number == 1 and self.number > 60 and self.number % 9 == 0:
+            await asyncio.sleep(600)
+        return await super().step(turn)
+
+    async def reset(self, row: Any) -> None:
+        Hangs.made += 1
+        self.number = Hangs.made
+
+
 class Insists(Asks):
     """The same with another text."""
 

@@ -155,6 +155,20 @@ class WorkerHandle:
         end(self)
         return self.lost
 
+    async def gone(self) -> None:
+        """Wait until the worker is lost."""
+        loop = asyncio.get_running_loop()
+        entry = (loop, loop.create_future())
+        with self._guard:
+            if self.lost is not None:
+                return
+            self._waiting.add(entry)
+        try:
+            await entry[1]
+        finally:
+            with self._guard:
+                self._waiting.discard(entry)
+
     def end(self) -> None:
         """End the process; nothing is reported."""
         self._supervisor.forget(self)

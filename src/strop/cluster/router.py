@@ -37,7 +37,7 @@ class EngineRouter:
 
     Args:
         engines: at least one. restart: called with the index of an engine whose process is lost, and why; gives one in
-            its place, or raises the loss. reload: gives that one the weights that the others serve, and proves them.
+            its place, or raises the loss. reload: returns when that one serves weights that are proved.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class EngineRouter:
         await self._each(lambda engine: engine.abort())
 
     async def sleep(self) -> None:
-        await self._each(lambda engine: engine.sleep())
+        await self._each(lambda engine: engine.sleep(), waits=False)
 
     async def wake(self) -> None:
-        await self._each(lambda engine: engine.wake())
+        await self._each(lambda engine: engine.wake(), waits=False)
 
     def take_stats(self) -> EngineStats:
         """Counts of all engines together; seconds are those of the busiest."""
@@ -150,13 +150,20 @@ class EngineRouter:
         self._home.move_to_end(key)
         return index
 
-    async def _each(self, ask: Callable[[Engine], Awaitable[Any]]) -> list[Any]:
-        return list(await asyncio.gather(*(self._on(index, ask) for index in range(len(self.engines)))))
+    async def _each(self, ask: Callable[[Engine], Awaitable[Any]], *, waits: bool = True) -> list[Any]:
+        return list(await asyncio.gather(*(self._on(index, ask, waits) for index in range(len(self.engines)))))
 
-    async def _on(self, index: int, ask: Callable[[Engine], Awaitable[Any]]) -> Any:
-        """Ask an engine, and whatever takes its place, until there is an answer or no place to take."""
+    async def _on(self, index: int, ask: Callable[[Engine], Awaitable[Any]], waits: bool) -> Any:
+        """Ask an engine, and whatever takes its place, until there is an answer or no place to take.
+
+        Args:
+            waits: otherwise an engine that takes a place is not asked. One is awake, and may be waiting for weights
+                that are published only when all others are awake.
+        """
         while True:
             if index in self._repairs:
+                if not waits and not self._repairs[index].done():
+                    return None
                 await self._repaired(index)
             engine = self.engines[index]
             try:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from strop.cluster.session import import_ray
@@ -65,6 +65,7 @@ class Restarts:
 
     settings: SupervisionSettings
     spent: int = 0
+    _mended: list[WorkerLost] = field(default_factory=list)
 
     def spend(self, loss: WorkerLost) -> int:
         """Count one; returns how many are left.
@@ -74,10 +75,24 @@ class Restarts:
         """
         limit = self.settings.restarts
         if self.spent >= limit:
+            self._mended = [one for one in self._mended if one is not loss]
             loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
             raise loss
         self.spent += 1
+        self._mended.append(loss)
         return limit - self.spent
+
+    def set_back(self, loss: WorkerLost) -> int:
+        """Count one that the run is set back by, but for one that was counted when its process was started again:
+        others may have heard of it nevertheless.
+
+        Raises:
+            WorkerLost: none was left.
+        """
+        if any(one is loss for one in self._mended):
+            self._mended = [one for one in self._mended if one is not loss]
+            return self.settings.restarts - self.spent
+        return self.spend(loss)
 
 
 RESTARTS: ContextVar[Restarts | None] = ContextVar("restarts", default=None)

@@ -42,6 +42,11 @@ class Ahead:
         busy = self._evaluating is not None and not self._evaluating.done()
         return busy or step % self._every != 0
 
+    @property
+    def evaluating(self) -> int | None:
+        """The step of the evaluation whose scores are still to come."""
+        return None if self._evaluating is None else self._step
+
     def evaluate(self, step: int, work: Coroutine[Any, Any, Scores]) -> None:
         """Begin an evaluation of the version that is served."""
         self._step = step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from strop.rollout.collector import reward_of, score_episodes
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode
 from strop.rollout.player import Player
+from strop.rollout.windows import all_or_none
 
 if TYPE_CHECKING:
     from strop.loops.prepare import Prepared
@@ -79,12 +79,12 @@ async def evaluate(
                 progress(done, total)
             return played
 
-        played = await asyncio.gather(*(roll_out(sample) for sample in range(samples)))
+        played = await all_or_none([roll_out(sample) for sample in range(samples)])
         episodes = [episode for parts in played for episode in parts]
         await score_episodes(episodes, prompt, scorer)
         return episodes
 
-    groups = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(chosen)))
+    groups = await all_or_none([one(number, prompt) for number, prompt in enumerate(chosen)])
     episodes = [episode for group in groups for episode in group]
     return summarise(episodes), episodes
 

@@ -21,8 +21,12 @@ from strop.tracking.run_directory import RunDirectory, read_manifest
 from strop.tracking.trackers import open_trackers
 from strop.training.checkpoint import latest_checkpoint, read_state
 
-# What may change when a run goes on: it does not change what the steps compute.
+# What may change when a run goes on: it does not change what the steps compute, but for how old their tokens are, which
+# each token says itself.
 MAY_CHANGE = (
+    "rollout.max_staleness",
+    "rollout.in_flight_updates",
+    "rollout.update_every",
     "run.steps",
     "run.folder",
     "run.name",

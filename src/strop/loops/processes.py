@@ -34,6 +34,7 @@ from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
 from strop.loops.spread import colocated, device_of, settled
 from strop.models.load import Loaded
 from strop.rollout.engine import Engine
+from strop.rollout.windows import cancel
 from strop.rollout.world import World
 from strop.training.parallel.choose import check_ranks
 
@@ -91,6 +92,7 @@ class Processes:
         self.roles: assembly.Roles
         self.shares_weights = False
         self._publisher: RemotePublisher | None = None
+        self._starts: dict[int, asyncio.Task[None]] = {}
 
     @classmethod
     async def start(cls, prepared: Prepared | PreparedExamples, *, scalar: bool) -> Processes:
@@ -203,6 +205,7 @@ class Processes:
 
     async def close(self) -> None:
         """End all processes, and the cluster if it was started here."""
+        await cancel(list(self._starts.values()))
         for group in self._groups():
             await group.close()
         await asyncio.to_thread(_end, self._supervisor, self._placement, self._session, self._logs)
@@ -283,20 +286,49 @@ class Processes:
             return "ipc", "all processes are on one machine"
         return "broadcast", f"the processes are on {len(nodes)} machines"
 
-    async def _restart(self, index: int, loss: WorkerLost) -> Engine:
+    async def engines_in_place(self) -> list[WorkerHandle]:
+        """The processes of all engines; those that are lost are started again, also where nobody has noticed so far.
+
+        Raises:
+            WorkerLost: one is lost, and none may take its place.
+        """
+        assert self.engines is not None
+        wait = self._settings.supervision.wait
+        asked = (worker.health("describe", wait) for worker in self.engines.workers if worker.lost is None)
+        await asyncio.gather(*asked, return_exceptions=True)
+        return list(await asyncio.gather(*(self._in_place(index) for index in range(len(self.engines.workers)))))
+
+    async def _in_place(self, index: int) -> WorkerHandle:
+        """The process of an engine, which is started again where it is lost: once, whoever asks."""
+        assert self.engines is not None
+        while index in self._starts or self.engines.workers[index].lost is not None:
+            if index not in self._starts:
+                self._starts[index] = self._loop.create_task(self._start_again(index))
+            # Whoever gives up waiting does so alone.
+            await asyncio.shield(self._starts[index])
+        return self.engines.workers[index]
+
+    async def _start_again(self, index: int) -> None:
         assert self.engines is not None
 
         async def remake(worker: WorkerHandle) -> None:
             await worker.make(f"{HOST}:make_engine_process", task=self._engine_task, index=index)
 
-        worker = await self.engines.restart(index, remake)
-        show_on_stderr(f"{loss.what}\n  it was started again, and gets the weights anew")
-        return RemoteEngine(worker, "engine")
+        try:
+            loss = self.engines.workers[index].lost
+            await self.engines.restart(index, remake)
+            what = "" if loss is None else loss.what
+            show_on_stderr(f"{what}\n  it was started again, and gets the weights anew")
+        finally:
+            del self._starts[index]
+
+    async def _restart(self, index: int, loss: WorkerLost) -> Engine:
+        return RemoteEngine(await self._in_place(index), "engine")
 
     async def _reload(self, index: int, engine: Engine) -> None:
-        """Give a new engine the weights that the others serve; all are proved again."""
         assert self._publisher is not None
-        await self._publisher.publish_again()
+        assert isinstance(engine, RemoteEngine)
+        await self._publisher.give(engine.worker)
 
 
 def _engines_apart(config: Config) -> int:

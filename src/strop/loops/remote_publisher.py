@@ -17,6 +17,7 @@ from strop.publishing.proof import Probe
 from strop.publishing.publisher import Publisher
 from strop.publishing.sides import Delivered
 from strop.publishing.transports.protocol import Offer
+from strop.rollout.windows import cancel
 
 if TYPE_CHECKING:
     from strop.loops.processes import Processes
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 class RemotePublisher:
     """Publishes from trainer ranks to engines, wherever they are.
 
-    An update changes the weights that a publication reads, so that they go one after the other: an engine that is
-    started again during an update gets the weights behind it, under their own number.
+    An update changes the weights that a publication reads, so that they go one after the other.
+
+    An engine that takes the place of a lost one gets the weights that the others serve, if the trainer has them still.
+    Otherwise it waits for the next ones, that no engine goes over to other weights between two publications: there may
+    be completions, or evaluations, which are to be of one version. Where no engine serves any more nothing of the kind
+    is under way, and the trainer's weights are published at once, under their own number.
     """
 
     def __init__(self, processes: Processes, probe: Probe, *, wait: float) -> None:
@@ -34,7 +39,9 @@ class RemotePublisher:
         self._publisher = Publisher(probe, wait=wait)
         self._turn = asyncio.Lock()
         self._held: int | None = None
-        self._connected = False
+        self._version: int | None = None
+        self._serving: set[WorkerHandle] = set()
+        self._published = asyncio.Event()
 
     @asynccontextmanager
     async def updating(self, version: int) -> AsyncIterator[None]:
@@ -54,24 +61,44 @@ class RemotePublisher:
             self._held = version
             if processes.engines is None:
                 return dict(await processes.trainers.call("publish", version))
-            return await self._publish(version, whole=not self._connected)
+            return await self._publish(version)
 
-    async def publish_again(self) -> None:
-        """What the trainer holds, whole, for an engine that has just been started."""
-        async with self._turn:
-            if self._held is not None:
-                self._connected = False
-                await self._publish(self._held, whole=True)
+    async def give(self, worker: WorkerHandle) -> None:
+        """Wait until an engine that has just been started serves weights.
 
-    async def _publish(self, version: int, *, whole: bool) -> dict[str, float]:
+        Raises:
+            RunFailure, WorkerLost: as `publish`.
+        """
+        engines = self._processes.engines
+        assert engines is not None
+        while worker not in self._serving:
+            published = self._published
+            async with self._turn:
+                if worker in self._serving or self._held is None:
+                    return
+                if worker.lost is not None:
+                    raise worker.lost
+                others = any(other in self._serving and other.lost is None for other in engines.workers)
+                if self._held == self._version or not others:
+                    await self._publish(self._held)
+                    return
+            waited = [other.gone() for other in engines.workers if other.lost is None]
+            tasks = [asyncio.ensure_future(one) for one in (published.wait(), *waited)]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel(tasks)
+
+    async def _publish(self, version: int) -> dict[str, float]:
         processes = self._processes
-        assert processes.engines is not None
-        if not self._connected:
-            await processes.connect()
-            self._connected = True
-        engines = {str(worker.rank): _EngineSide(worker) for worker in processes.engines.workers}
+        workers = await processes.engines_in_place()
+        whole = not self._serving.issuperset(workers)
+        self._serving = set()
         try:
-            return await self._publisher.publish(
+            if whole:
+                await processes.connect()
+            engines = {str(worker.rank): _EngineSide(worker) for worker in workers}
+            found = await self._publisher.publish(
                 _TrainerSide(processes.trainers), engines, version=version, whole=whole
             )
         except RunFailure as failure:
@@ -79,6 +106,10 @@ class RemotePublisher:
             if loss := processes.loss():
                 raise loss from failure
             raise
+        self._version, self._serving = version, set(workers)
+        published, self._published = self._published, asyncio.Event()
+        published.set()
+        return found
 
 
 class _TrainerSide:

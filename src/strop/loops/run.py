@@ -102,7 +102,9 @@ class Run(BaseRun):
         self._speed = Speed(self.config, roles, own_critic=own_critic)
         self._ahead = Ahead(self.config, shares_weights=place.shares_weights)
         self._served: int | None = None
+        self._begun = False
         self._notes: dict[tuple[int, ...], Note] = {}
+        self._evaluated_at: int | None = None
 
     # The verbs of the loop, in the order in which it calls them.
 
@@ -112,9 +114,15 @@ class Run(BaseRun):
             self.display.message(text, "warning")
         if self.place.world is not None:
             await self.place.world.factory.open()
+        # What is made ahead begins with the first weights, and needs environments.
+        self._begun = True
         if self._resumed:
             self._watch.go_on()
             self._say_if_done()
+            if self._served is not None:
+                self.collector.serve(self._served)
+            if self._evaluated_at == self.step and not self.done:
+                await self.evaluate()
             return
         if self.config.warmup is not None:
             await self._turns.engine_done()
@@ -226,7 +234,8 @@ class Run(BaseRun):
         self._times |= {name: value for name, value in found.items() if name != "publish/version"}
         await self._turns.published()
         self._served = self.step
-        self.collector.serve(self.step)
+        if self._begun:
+            self.collector.serve(self.step)
         return found
 
     async def look(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -383,17 +392,19 @@ class Run(BaseRun):
         self.collector.admission.started = int(state["started_groups"])
         self._take_back_groups(checkpoint, state)
         self.past.load(checkpoint / "state" / PAST)
+        self._evaluated_at = state.get("evaluating")
         self._watch.load(state.get("alarms"))
         await self.take_back_weights(checkpoint, state)
 
     def _take_back_groups(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Go on with the groups that were begun and not trained. What was sampled of them counts, unless it may be
-        older than the recipe allows now."""
+        older than the recipe allows now; what is to be of one version counts where it has ended."""
         found = state.get("under_way", [])
         self.collector.take_back({n: Admitted(self.stream.prompt(prompt), v) for n, prompt, v in found})
         path = checkpoint / "state" / UNDER_WAY
         if path.exists() and state["max_staleness"] <= self.config.rollout.max_staleness:
-            self.journal.take_back(from_arrays(load_arrays(path)))
+            notes, in_flight = from_arrays(load_arrays(path)), self.config.rollout.in_flight_updates
+            self.journal.take_back({stream: note for stream, note in notes.items() if in_flight or note.ended})
         if found:
             self.display.message(f"{len(found)} groups that were under way go on from where they were")
 
@@ -411,6 +422,10 @@ class Run(BaseRun):
         await self._publish()
 
     async def save(self) -> Path:
+        if self._ahead.evaluating not in (None, self.step) and not self.leaving:
+            # An evaluation of the weights of this step can be begun again; those of another are gone.
+            await self._ahead.evaluated()
+            self._take_evaluation()
         if self.collector.under_way:
             self._notes = await self.journal.notes()
         return await super().save()
@@ -432,6 +447,7 @@ class Run(BaseRun):
                 "started_groups": self.collector.admission.started,
                 "under_way": [(number, one.prompt.prompt_id, one.version) for number, one in under_way.items()],
                 "max_staleness": self.config.rollout.max_staleness,
+                "evaluating": self._ahead.evaluating,
                 "alarms": self._watch.state(),
             }
         )
@@ -469,7 +485,12 @@ class Run(BaseRun):
         """See `BaseRun`; where training need not wait for it, the scores come with a later step."""
         await self._ahead.evaluated()
         self._take_evaluation()
-        if not self._ahead.evaluates_beside or self.step == 0 or self.done or self.prepared.held_out is None:
+        if self.prepared.held_out is None:
+            return {}
+        if self._served not in (None, self.step):
+            # The scores are those of this step's weights (`rollout.update_every`).
+            await self._publish()
+        if not self._ahead.evaluates_beside or self.step == 0 or self.done:
             return await super().evaluate()
         self._ahead.evaluate(self.step, self._score_held_out())
         return {}
@@ -490,6 +511,11 @@ class Run(BaseRun):
             samples=self.config.evaluation.samples,
             progress=lambda done, total: self.display.progress("evaluating", done, total),
         )
+        served = {int(version) for e in episodes for turn in e.turns for version in turn.versions}
+        if len(served) > 1:
+            # All engines were lost at once, and others have taken their places with newer weights.
+            self.display.message("the evaluation began again: its engines were lost, and with them their weights")
+            return await self._score_held_out()
         rewards = [reward_of(e) for e in episodes]
         key = "rewards.verifiers" if self.config.evaluation.verifiers is None else "evaluation.verifiers"
         check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards, key=key)

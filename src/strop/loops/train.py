@@ -105,7 +105,7 @@ async def _whatever_is_lost(loop: Any, config: Config, *, fresh: bool, recipe: s
             loss = _loss_behind(failure)
             if loss is None:
                 raise
-            left = restarts.spend(loss)
+            left = restarts.set_back(loss)
             # What was lost before it had a folder is not what is there under its name.
             fresh = fresh and RunDirectory.latest(folder, name) == newest
             show_on_stderr(f"{loss.what}\n  going on from the last checkpoint; {left} more such losses are mended")

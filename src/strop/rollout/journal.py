@@ -72,7 +72,8 @@ class Journal:
             if note.ended:
                 return note.result
             request = replace(request, begun=note.result)
-        if not self._open.is_set():
+        # Whoever is woken may find it closed again.
+        while not self._open.is_set():
             await self._open.wait()
         if request.stream[0] >= 0:
             self._asked[request.stream] = request
@@ -81,7 +82,9 @@ class Journal:
             result = await self._engine.generate(request)
         finally:
             self._leave()
-            self._asked.pop(request.stream, None)
+            # An episode that is played again may have asked anew before this was cancelled.
+            if self._asked.get(request.stream) is request:
+                del self._asked[request.stream]
         if request.stream[0] >= 0 and result.finish != "aborted":
             self._notes[request.stream] = Note(request.tokens, result)
         return result
@@ -128,8 +131,8 @@ class Journal:
         asked = dict(self._asked)
         part = await self._engine.under_way()
         found = {stream: Note(asked[stream].tokens, result) for stream, result in part.items() if stream in asked}
-        # What has ended meanwhile is there as a whole.
-        return found | self._notes
+        # What has ended meanwhile is there as a whole; of what goes on behind a note there is more by now.
+        return self._notes | found | {stream: note for stream, note in self._notes.items() if note.ended}
 
     def take_back(self, notes: Mapping[Stream, Note]) -> None:
         """Go on with the notes of a checkpoint."""

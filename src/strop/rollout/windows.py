@@ -134,7 +134,8 @@ class Windows(ABC, Generic[Prompt]):
         return {} if self.order is None else self.order.metrics
 
     def take_back(self, admitted: Mapping[int, Admitted[Prompt]]) -> None:
-        """Make these groups again, as `under_way` gave them; they begin with the next version or window."""
+        """Make these groups again, as `under_way` gave them. Each begins with the next version or window that admits
+        it, which is later than before where the bound is smaller now."""
         self._admitted = dict(sorted(admitted.items()))
 
     @property
@@ -153,9 +154,9 @@ class Windows(ABC, Generic[Prompt]):
         assert self._version is not None
         for number in self.admission.admit(self._version):
             self._admitted[number] = Admitted(self._next_prompt(), self._version)
-        loop = asyncio.get_running_loop()
+        loop, limit = asyncio.get_running_loop(), self.admission.limit(self._version)
         for number, one in self._admitted.items():
-            if number not in self._tasks:
+            if number < limit and number not in self._tasks:
                 self._tasks[number] = loop.create_task(self.make_group(number, one.prompt))
 
     async def _choose(self, step: int, size: int) -> list[int]:

@@ -260,7 +260,9 @@ class LocalEngine:
         try:
             while self._waiting or self._running:
                 await asyncio.sleep(0)
-                await self._gate.wait()
+                # Whoever is woken may find it closed again.
+                while not self._gate.is_set():
+                    await self._gate.wait()
                 started = time.perf_counter()
                 self._without_dropout()
                 if self._version == _NO_VERSION:
