@@ -79,7 +79,7 @@ class Collector(Windows[PromptLike]):
         if self._scorer is not None:
             await score_episodes([*episodes, *baseline], prompt, self._scorer)
         if baseline:
-            self.baselines[number] = baseline[0]
+            self._compared[number] = baseline[0]
         return Group(number, prompt.prompt_id, episodes)
 
     async def _roll_out(self, episode: Episode, prompt: PromptLike, attempt: int) -> list[Episode]:
