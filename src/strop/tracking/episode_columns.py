@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.errors import RunFailure, UserError
+from strop.tracking.metrics import first_sentence
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +42,7 @@ def read_columns(path: Path, names: Iterable[str]) -> pa.Table:
         ) from None
     except (OSError, pa.ArrowException, ValueError) as error:
         raise RunFailure(
-            f"the file of episodes cannot be read: {str(error).strip().splitlines()[0][:200] if str(error) else error!r}",
+            f"the file of episodes cannot be read: {first_sentence(error)}",
             where=str(path),
             mend="it was cut or changed after it was written; other steps can still be read",
         ) from error

@@ -96,7 +96,9 @@ def manifest_of(run: Path) -> Manifest:
         raise NotFound("the run is gone", where=str(run), mend="its folder was deleted or moved")
     manifest = read_manifest(run)
     # Older or foreign manifests may have other kinds of values here; what follows counts on these.
-    lists = {key: value for key in ("alarms", "resumed", "command") if isinstance(value := getattr(manifest, key), list)}
+    lists = {
+        key: value for key in ("alarms", "resumed", "command") if isinstance(value := getattr(manifest, key), list)
+    }
     return dataclasses.replace(
         manifest, **{"alarms": [], "resumed": [], "command": []} | lists, status=str(manifest.status)
     )

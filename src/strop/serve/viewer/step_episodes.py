@@ -130,8 +130,7 @@ def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
         edges = chunk.offsets.to_numpy()
         there = chunk.is_valid().to_numpy(zero_copy_only=False)
         found += [
-            values[start:end] if known else None
-            for start, end, known in zip(edges[:-1], edges[1:], there, strict=True)
+            values[start:end] if known else None for start, end, known in zip(edges[:-1], edges[1:], there, strict=True)
         ]
     return found
 
@@ -237,5 +236,3 @@ def _or_empty(values: np.ndarray | None, kind: type) -> np.ndarray:
 
 def _as_long(mask: np.ndarray | None, length: int) -> np.ndarray:
     return np.zeros(length, dtype=np.bool_) if mask is None or len(mask) != length else mask
-
-

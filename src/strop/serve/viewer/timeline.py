@@ -60,17 +60,24 @@ def timeline(metrics: dict[str, float], recipe: dict[str, Any]) -> dict[str, Any
 def _devices(recipe: dict[str, Any]) -> dict[str, str]:
     """Where each lane works, as far as the recipe says."""
     hardware, cluster, rollout = (_section(recipe, name) for name in ("hardware", "cluster", "rollout"))
-    device = str(hardware.get("device") or "")
+    device = str(hardware.get("device") or "auto")
     engine = _section(rollout, "engine")
-    ranks = _section(cluster, "trainer").get("ranks")
-    engines = _section(cluster, "engines").get("count")
-    kind = str(engine.get("kind") or "")
+    ranks, engines = _section(cluster, "trainer").get("ranks"), _section(cluster, "engines").get("count")
+
+    def told(*parts: str) -> str:
+        # What the run chose for `auto` is not in its recipe.
+        return ", ".join(part for part in parts if part not in ("", "auto"))
+
     return {
-        "engine": ", ".join(part for part in (kind, f"{engines} engines" if engines else "", device) if part),
-        "verifiers": "cpu",
-        "trainer": ", ".join(part for part in (f"{ranks} ranks" if ranks else "", device) if part),
-        "driver": "cpu",
+        "engine": told(str(engine.get("kind") or ""), _several(engines, "engines"), device),
+        "verifiers": "",
+        "trainer": told(_several(ranks, "ranks"), device),
+        "driver": "",
     }
+
+
+def _several(count: Any, what: str) -> str:
+    return f"{count} {what}" if isinstance(count, int) and count > 1 else ""
 
 
 def _section(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -92,4 +93,4 @@ def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
     if not len(mask):
         return []
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))

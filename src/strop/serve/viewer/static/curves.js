@@ -61,8 +61,8 @@ export async function curves(root, runs, visit, { pick = firstKeys, choose = tru
   // Charts for what is wanted; a metric that was not asked for before is asked for from the beginning.
   const arrange = async () => {
     for (const [key, chart] of charts) if (!wanted.has(key)) { chart.close(); chart.element.remove(); charts.delete(key); }
-    for (const key of keys) {
-      if (!wanted.has(key) || charts.has(key)) continue;
+    for (const key of wanted) {
+      if (charts.has(key)) continue;
       const [kind, name] = key.split("|");
       const chart = new Chart(`${KINDS[kind] ?? ""}${name}`, name);
       charts.set(key, chart);

@@ -6,7 +6,8 @@ import { compare } from "./numbers.js";
 const MARGIN = 6; // rows beyond the edge that are ready
 
 /**
- * columns: [{ key, label, width, numeric, wide, value(row), show(row) }]; `wide` ones are left out on narrow screens,
+ * columns: [{ key, label, width, narrow, numeric, wide, value(row), show(row) }]; on narrow screens `wide` ones are left
+ * out and `narrow` is the width;
  * `show` gives a text or an element. key(row) names a row across updates. open(row) is its address, or null.
  */
 export class VirtualTable {
@@ -90,8 +91,9 @@ export class VirtualTable {
 
   #widths() {
     const of = (columns) => columns.map((column) => column.width ?? "minmax(5rem, 1fr)").join(" ");
+    const narrow = this.columns.filter((column) => !column.wide).map((column) => ({ width: column.narrow ?? column.width }));
     this.scroller.style.setProperty("--columns", of(this.columns));
-    this.scroller.style.setProperty("--columns-narrow", of(this.columns.filter((column) => !column.wide)));
+    this.scroller.style.setProperty("--columns-narrow", of(narrow));
   }
 
   #draw() {
