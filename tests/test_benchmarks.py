@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import import_module
@@ -563,6 +564,20 @@ def test_the_prompts_have_the_lengths_asked_for(character_tokenizer: Any) -> Non
     found = module("texts").prompts_of(character_tokenizer, lengths)
     assert [len(ids) for ids in found] == lengths
     assert len(set(map(tuple, found))) == len(found)
+
+
+def test_the_viewer_opens_a_long_run_as_a_short_one(tmp_path: Path) -> None:
+    if shutil.which("chromium") is None:
+        pytest.skip("NO BROWSER: the viewer was NOT measured; install one with `apt-get install chromium`")
+    numbers = smoke("viewer", tmp_path / "r.json")
+    for side in ("long", "short"):
+        found = numbers[side]
+        assert 0 < found["open_overview_seconds"] < 60
+        assert found["poll_overview_bytes"] == 0
+        assert 0 < found["poll_nothing_new_bytes"] < found["poll_one_step_bytes"] < 1000
+        assert found["scroll_steps_frame_ms"] > 0
+    # 30 steps, of which those that are not seen are not there.
+    assert 10 < numbers["long"]["steps_rows_in_page"] < 30
 
 
 def test_the_readme_has_the_command_of_each_script() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer_runs import go
+from viewer_runs import SHOWN, go
 
 Look = Callable[..., Any]
 HERE = Path(__file__).parent
@@ -71,7 +71,7 @@ def test_the_theme_is_kept(folder: Path, look: Look) -> None:
     page.locator("#theme").click()
     assert theme() == "light"
     page.reload()
-    page.wait_for_selector("main[data-ready=yes]")
+    page.wait_for_function(SHOWN)
     assert theme() == "light"
 
 

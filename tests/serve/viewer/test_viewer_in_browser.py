@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from viewer_runs import ALARM, HOSTILE, append_line, change_manifest, go, make_run, record
+from viewer_runs import ALARM, HOSTILE, SHOWN, append_line, change_manifest, go, make_run, record
 
 import strop
 from strop.tracking.episodes import episodes_file, read_episodes, write_episodes
@@ -168,7 +168,7 @@ def test_two_runs_are_compared_by_keyboard(folder: Path, look: Look) -> None:
     assert page.locator("input:checked").count() == 2
     page.locator(".button", has_text="Compare 2").focus()
     press("Enter")
-    page.wait_for_selector("main[data-ready=yes]")
+    page.wait_for_function(SHOWN)
     changed = page.locator("tr[data-key='training.optimizer.learning_rate']")
     assert sorted(changed.locator("td").all_inner_texts()) == ["0.0001", "0.0003"]
     assert page.locator("tr[data-key]").count() == 1
@@ -361,7 +361,7 @@ def test_of_long_lists_only_what_is_seen_is_in_the_page(tmp_path: Path, look: Lo
     page.keyboard.press("Home")
     page.locator(".vt-row[data-key='1000']:focus").wait_for()
     page.keyboard.press("Enter")
-    page.wait_for_selector("main[data-ready=yes]")
+    page.wait_for_function(SHOWN)
     page.locator("h1", has_text="Episodes of step 1000").wait_for()
     assert page.locator("[role=grid]").get_attribute("aria-rowcount") == "257"
     assert 10 < rows() < 60
@@ -380,6 +380,6 @@ def test_of_a_long_episode_only_tokens_near_what_is_seen_are_in_the_page(folder:
     page.keyboard.press("End")
     page.locator("#token-numbers [data-name=position]", has_text="29999").wait_for()
     assert np.float32(page.locator("[data-name=sampler_logprobs]").inner_text()) == one.sampler_logprobs[-1]
-    page.wait_for_function("document.querySelectorAll('.tok').length < 8000")
+    page.wait_for_function("() => document.querySelectorAll('.tok').length < 8000")
     # Those that came into the page later have their colours too.
     assert page.locator(".tok:focus").evaluate("one => /tok own s[0-6]/.test(one.className)")

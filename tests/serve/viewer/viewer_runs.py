@@ -41,6 +41,8 @@ ROUTES = (
     "differences",
 )
 HOSTILE = '<img src=x onerror="window.pwned=1"><script>window.pwned=2</script>&lt;b&gt;\u202e\x1b[31m\U0001f600'
+SHOWN = "() => document.getElementById('page').dataset.shown === location.hash"
+"""Whether a page of the viewer is there, and not still the one before."""
 CHARACTERS = "0123456789+=<>abcdefgh "
 
 
@@ -159,7 +161,7 @@ def change_manifest(run: Path, **changes: Any) -> None:
 def go(page: Any, where: str) -> Any:
     """Open a page of the viewer and wait until it is there."""
     page.goto(f"/{where}")
-    page.wait_for_selector("main[data-ready=yes]")
+    page.wait_for_function(SHOWN)
     return page
 
 

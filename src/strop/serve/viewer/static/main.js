@@ -88,7 +88,7 @@ async function show() {
   const root = document.getElementById("page");
   const page = PAGES[path];
   crumbs(path, values);
-  root.dataset.ready = "no";
+  delete root.dataset.shown;
   root.replaceChildren(el("p", { class: "muted" }, "reading …"));
   // Reached by a link within the page: whoever hears it should be at its beginning.
   if (shown !== null) root.focus({ preventScroll: true });
@@ -104,7 +104,7 @@ async function show() {
       error.told.where ? el("p", {}, error.told.where) : null, error.told.mend ? el("p", {}, error.told.mend) : null,
       el("p", {}, el("a", { href: address("") }, "all runs"))));
   }
-  if (!mine.signal.aborted) root.dataset.ready = "yes";
+  if (!mine.signal.aborted) root.dataset.shown = location.hash;
 }
 
 function theme() {
