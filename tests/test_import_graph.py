@@ -36,7 +36,7 @@ ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "_
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set(), "paths": set()}
 KNOW_NOTHING = {"algorithms", "errors", "paths"}
 """Rooms that may not even import `strop.errors` and `strop.paths`, which every other room may."""
-WITHOUT_TORCH = {"config", "data", "rewards", "environments", "errors", "paths", "sandbox"}
+WITHOUT_TORCH = {"config", "data", "rewards", "environments", "errors", "paths", "sandbox", "serve"}
 
 
 def room_of(path: Path) -> str:
