@@ -38,9 +38,10 @@ class Column:
             if column is None:
                 column = self.values[name] = array("d", [math.nan]) * before
             column.append(value)
-        for column in self.values.values():
-            if len(column) == before:
-                column.append(math.nan)
+        if len(metrics) < len(self.values):
+            for column in self.values.values():
+                if len(column) == before:
+                    column.append(math.nan)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class MetricsTail:
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._forget()
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was read yet, so that the whole file is still to be."""
+        return self._offset == 0
 
     def poll(self) -> None:
         """Read what was appended; a file that is not there, or cannot be read, is an empty one."""
@@ -201,6 +207,8 @@ class MetricsTail:
 
 
 def _number(value: Any) -> float:
+    if type(value) is float:
+        return value
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from viewer_runs import HOSTILE, RECIPE, ROUTES, append_line, change_manifest, client_of, get, make_run, record
 
+from strop.serve.viewer import readings
 from strop.serve.viewer.app import build
 from strop.tracking.episodes import beside, episodes_file, read_episodes, write_episodes
 from strop.tracking.metrics import MetricsWriter
@@ -120,6 +122,21 @@ def test_an_answer_that_did_not_change_is_not_sent_again(folder: Path, route: st
     if route == "/api/runs":
         append_line(run, 4)
         assert client.get(route, headers={"if-none-match": first.headers["etag"]}).json()["runs"][0]["step"] == 4
+
+
+def test_many_runs_are_read_a_moment_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        os.utime(make_run(folder, f"run{number}") / "metrics.jsonl", (number, number))
+    monkeypatch.setattr(readings, "A_MOMENT", -1.0)
+    client = client_of(folder)
+    assert {(run["pending"], run["step"], run["status"]) for run in get(client, "runs")["runs"]} == {
+        (True, 0, "finished")
+    }
+    # What was read once is followed whatever else there is, and what changed last is read first.
+    get(client, "run", run="run2")
+    assert {run["run"]: run["step"] for run in get(client, "runs")["runs"] if not run["pending"]} == {"run2": 3}
+    monkeypatch.setattr(readings, "A_MOMENT", 30.0)
+    assert {run["step"] for run in get(client, "runs")["runs"]} == {3}
 
 
 # --- episodes -------------------------------------------------------------------------------------------------------
@@ -267,6 +284,7 @@ def test_it_can_be_a_part_of_another_application(folder: Path) -> None:
     whole = FastAPI()
     whole.mount("/view", build([folder]))
     client = TestClient(whole)
+    assert str(client.get("/view").url).endswith("/view/")
     page = client.get("/view/").text
     assert 'src="static/main.js"' in page
     assert "//" not in page.replace("<!doctype", "").replace("http://www.w3.org", "")

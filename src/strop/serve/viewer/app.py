@@ -11,7 +11,7 @@ from strop.errors import MissingExtra, StropError, UserError
 try:
     from fastapi import FastAPI, Query, Request
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import FileResponse, Response
+    from fastapi.responses import FileResponse, RedirectResponse, Response
     from starlette.exceptions import HTTPException
 except ImportError:
     raise MissingExtra("fastapi", extra="serve", needed_for="the viewer of runs") from None
@@ -103,7 +103,10 @@ def _add_pages(app: FastAPI) -> None:
     files = {path.name: path for path in STATIC.iterdir() if path.suffix in KINDS}
 
     @app.get("/", include_in_schema=False)
-    def index() -> Response:
+    def index(request: Request) -> Response:
+        if not request.url.path.endswith("/"):
+            # Mounted under a path: what the page loads lies below it.
+            return RedirectResponse(f"{request.url.path}/")
         return FileResponse(STATIC / "index.html", media_type="text/html", headers=FRESH)
 
     @app.get("/static/{name}", include_in_schema=False)
@@ -120,9 +123,7 @@ def _add_api(app: FastAPI, catalog: Catalog, readings: Readings) -> None:
 
     @app.get("/api/runs")
     def runs(request: Request) -> Response:
-        found = [readings.glance(name, path) for name, path in catalog.runs().items()]
-        found.sort(key=lambda one: str(one.get("created", "")), reverse=True)
-        return answer(request, {"runs": found})
+        return answer(request, {"runs": readings.glances(catalog.runs())})
 
     @app.get("/api/run")
     def run(request: Request, run: Name) -> Response:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from strop.tracking.run_directory import Manifest, read_manifest, status_of
 HEADLINES = ("reward/mean", "accuracy", "eval/accuracy", "loss/nll", "loss")
 """What a run is shown by in the list of runs: the first of these that it has."""
 SPARKS = 48
-MOST_RUNS = 256
+A_MOMENT = 0.5
+"""Seconds for reading metrics of runs that were not read yet, in one answer."""
+MOST_RUNS = 1024
 """Runs whose metrics are kept in memory; the one looked at longest ago is forgotten first."""
 
 
@@ -44,14 +47,21 @@ class Readings:
                 self._tails.popitem(last=False)
         return tail
 
-    def glance(self, name: str, run: Path) -> dict[str, Any]:
-        """A run at a glance; one whose manifest cannot be read says why instead."""
+    def glance(self, name: str, run: Path, *, until: float = math.inf) -> dict[str, Any]:
+        """A run at a glance; one whose manifest cannot be read says why instead.
+
+        Args:
+            until: by `time.monotonic()`, when to begin no more files; a run whose metrics were not read yet is then
+                `pending` and has no numbers.
+        """
         try:
             manifest = manifest_of(run)
             tail = self.tail(run)
         except StropError as error:
             return {"run": name, "status": "unreadable", "problem": error.what}
-        tail.poll()
+        pending = tail.untouched and time.monotonic() > until
+        if not pending:
+            tail.poll()
         recipe = Recipe.of(run)
         status = status_of(run, manifest)
         step, changed = tail.last("train")
@@ -67,11 +77,20 @@ class Readings:
             "updated": changed,
             "seconds": worked(manifest, status, tail.times()),
             "alarms": len(manifest.alarms),
+            "pending": pending,
         }
         warmup, _ = tail.last("warmup")
         if not step and warmup:
             found["warmup"] = warmup
         return found | _headline(tail)
+
+    def glances(self, runs: Mapping[str, Path]) -> list[dict[str, Any]]:
+        """All runs at a glance, newest first. Metrics that were not read yet are read for a moment only, those of the
+        runs that changed last first; the others are `pending`."""
+        until = time.monotonic() + A_MOMENT
+        order = sorted(runs.items(), key=lambda item: _changed(item[1]), reverse=True)
+        found = [self.glance(name, path, until=until) for name, path in order]
+        return sorted(found, key=lambda one: str(one.get("created", "")), reverse=True)
 
     def whole(self, name: str, run: Path) -> dict[str, Any]:
         """Everything of a run but its numbers: manifest, how it stands, and the names of its metrics."""
@@ -196,6 +215,13 @@ def thinned(values: Sequence[float], most: int) -> list[float]:
         known = [v for v in values[part * count // parts : (part + 1) * count // parts] if math.isfinite(v)]
         found.append(sum(known) / len(known) if known else math.nan)
     return found
+
+
+def _changed(run: Path) -> float:
+    try:
+        return (run / "metrics.jsonl").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _first_line(text: Any) -> str:

@@ -10,6 +10,7 @@ import { showRun } from "./page_run.js";
 
 const PAGES = { "": showOverview, run: showRun, compare: showCompare, episodes: showEpisodes, episode: showEpisode };
 const EVERY = 2000;
+const SOON = 50;
 
 /** What a page is given: a signal that it has been left, and ways to be told and to tell. */
 class Visit {
@@ -19,24 +20,27 @@ class Visit {
     this.closing = [];
   }
 
-  /** Do something now, and again and again while the page is seen. Problems are shown and it goes on. */
+  /** Do something now, and again and again while the page is seen. Problems are shown and it goes on. What returns
+   *  true has not been told everything yet, and is asked again soon. */
   async follow(work) {
+    let soon = false;
     const again = async () => {
       if (this.signal.aborted) return;
       if (!document.hidden) {
         try {
-          await work();
+          soon = (await work()) === true;
           tell("");
         } catch (error) {
           if (this.signal.aborted) return;
+          soon = false;
           this.problem(error);
         }
       }
-      if (!this.signal.aborted) setTimeout(again, EVERY);
+      if (!this.signal.aborted) setTimeout(again, soon ? SOON : EVERY);
     };
-    await work();
+    soon = (await work()) === true;
     tell("");
-    if (!this.signal.aborted) setTimeout(again, EVERY);
+    if (!this.signal.aborted) setTimeout(again, soon ? SOON : EVERY);
   }
 
   /** Say what went wrong, beside what is shown. */

@@ -66,11 +66,13 @@ export async function showOverview(root, values, visit) {
       problems.dataset.told = told.join("\n");
       problems.replaceChildren(...told.slice(0, 20).map((text) => el("li", {}, text)));
     }
+    return runs.some((row) => row.pending);
   });
 }
 
 function steps(row) {
   if (row.status === "unreadable") return "–";
+  if (row.pending) return "…";
   return row.warmup ? `warm-up ${row.warmup}` : `${row.step}/${row.steps}`;
 }
 
