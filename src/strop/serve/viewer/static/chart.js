@@ -4,6 +4,7 @@ import { el, svg } from "./dom.js";
 import { metric, number } from "./numbers.js";
 
 const HEIGHT = 160;
+const EDGE = 20; // room above and below for what the ends of the axis are
 
 /** Exponential mean of values, without the pull towards the first. */
 export function smoothed(values, weight) {
@@ -87,7 +88,7 @@ export class Chart {
     [this.first.textContent, this.last.textContent] = [this.#x(x0), x1 === x0 ? "" : this.#x(x1)];
     if (y1 === y0) { y0 -= 1; y1 += 1; }
     if (x1 === x0) { x0 -= 1; x1 += 1; }
-    const place = ([x, y]) => [((x - x0) / (x1 - x0)) * (width - 8) + 4, HEIGHT - 6 - ((y - y0) / (y1 - y0)) * (HEIGHT - 12)];
+    const place = ([x, y]) => [((x - x0) / (x1 - x0)) * (width - 8) + 4, HEIGHT - EDGE - ((y - y0) / (y1 - y0)) * (HEIGHT - 2 * EDGE)];
     this.place = place;
     const lines = [];
     for (const curve of this.curves) {

@@ -28,7 +28,7 @@ export async function showOverview(root, values, visit) {
       { key: "run", label: "run", width: "minmax(8rem, 2fr)", narrow: "minmax(4.5rem, 2fr)", link: true, value: (row) => row.run, show: (row) => row.run },
       { key: "status", label: "state", width: "minmax(6rem, 1fr)", narrow: "5.6rem", value: (row) => row.status,
         show: (row) => el("span", { class: `status ${row.status}`, title: row.problem || undefined }, row.status) },
-      { key: "step", label: "step", width: "6rem", narrow: "4rem", numeric: true, value: (row) => row.step ?? null, show: (row) => steps(row) },
+      { key: "step", label: "step", width: "6rem", narrow: "4.6rem", numeric: true, value: (row) => row.step ?? null, show: (row) => steps(row) },
       { key: "value", label: "reward", width: "minmax(8rem, 1fr)", narrow: "4.2rem", numeric: true, value: (row) => row.value ?? null,
         show: (row) => (row.headline ? el("span", {}, el("span", { class: "wide" }, `${short(row.headline)} `), metric(row.headline, row.value)) : "–") },
       { key: "spark", label: "curve", width: "7rem", wide: true, show: (row) => spark(row.spark ?? []) },
@@ -73,7 +73,7 @@ export async function showOverview(root, values, visit) {
 function steps(row) {
   if (row.status === "unreadable") return "–";
   if (row.pending) return "…";
-  return row.warmup ? `warm-up ${row.warmup}` : `${row.step}/${row.steps}`;
+  return row.warmup ? el("span", {}, "warm-up", el("span", { class: "wide" }, ` ${row.warmup}`)) : `${row.step}/${row.steps}`;
 }
 
 function short(name) {
