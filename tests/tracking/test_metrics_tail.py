@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from strop.tracking import metrics_tail
 from strop.tracking.metrics import MetricsWriter, read_metrics
 from strop.tracking.metrics_tail import CHUNK, MetricsTail
 
@@ -92,6 +93,14 @@ def test_lines_longer_than_what_is_read_at_once(path: Path) -> None:
     path.write_bytes(line(1, **metrics) * 3)
     assert path.stat().st_size > 3 * CHUNK
     assert steps(MetricsTail(path), "metric/000007") == [1, 1, 1]
+
+
+def test_a_file_without_ends_of_lines_is_not_held_in_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_tail, "LONGEST", 2 * CHUNK)
+    path.write_bytes(line(1, loss=1.0) + bytes(10 * CHUNK))
+    tail = MetricsTail(path)
+    assert steps(tail) == [1]
+    assert tail.bytes_read < 5 * CHUNK
 
 
 def test_threads_that_ask_at_once_see_each_line_once(path: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 CHUNK = 1 << 20
+LONGEST = 1 << 24
+"""Bytes of a line without an end that are held; what comes behind them is not read."""
 REMEMBERED = 256
 """Bytes before the place that was read up to; a file that has others there is another one."""
 
@@ -160,7 +162,7 @@ class MetricsTail:
     def _read_from(self, file: BinaryIO) -> None:
         file.seek(self._offset)
         rest, last = b"", b""
-        while chunk := file.read(CHUNK):
+        while len(rest) <= LONGEST and (chunk := file.read(CHUNK)):
             self.bytes_read += len(chunk)
             *lines, rest = (rest + chunk).split(b"\n")
             for raw in lines:

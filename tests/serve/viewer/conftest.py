@@ -41,9 +41,10 @@ def listening(*roots: Path) -> Iterator[str]:
         listener.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Debian's Chromium, driven by Playwright."""
+    """Debian's Chromium, driven by Playwright. Of one module only: while it is open there is a running event loop in
+    this thread, in which no test of another module could start its own."""
     if CHROMIUM is None:
         pytest.skip("NO BROWSER: the pages of the viewer were NOT tested; install one with `apt-get install chromium`")
     from playwright.sync_api import sync_playwright

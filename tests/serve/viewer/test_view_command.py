@@ -99,6 +99,7 @@ def test_a_browser_is_opened_unless_it_is_not_wanted(tmp_path: Path, monkeypatch
     opened: list[str] = []
     told: list[str] = []
     monkeypatch.setattr(server.webbrowser, "open", opened.append)
+    monkeypatch.setattr(server, "has_screen", lambda: True)
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
     for wanted in (False, True):
         server.serve([tmp_path], host="127.0.0.1", port=0, open_browser=wanted, say=told.append)
@@ -110,6 +111,15 @@ def test_a_browser_is_opened_unless_it_is_not_wanted(tmp_path: Path, monkeypatch
     assert not any("anyone" in line for line in told)
     server.serve([tmp_path], host="0.0.0.0", port=0, open_browser=False, say=told.append)
     assert any("anyone who can reach" in line for line in told)
+
+
+def test_without_a_screen_no_browser_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert not server.has_screen()
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    assert server.has_screen()
 
 
 def test_the_pages_are_in_the_wheel(tmp_path: Path) -> None:

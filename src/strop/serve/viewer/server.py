@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -38,10 +40,15 @@ def serve(
         if names is None:
             say("anyone who can reach this address can read these runs")
         say("Ctrl-C ends it")
-        if open_browser:
+        if open_browser and has_screen():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
         settings = uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
         uvicorn.Server(settings).run(sockets=[listener])
+
+
+def has_screen() -> bool:
+    """Whether a browser has somewhere to open; without, one for terminals would take this one."""
+    return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def is_loopback(host: str) -> bool:
