@@ -103,6 +103,15 @@ def test_a_file_without_ends_of_lines_is_not_held_in_memory(path: Path, monkeypa
     assert tail.bytes_read < 5 * CHUNK
 
 
+def test_only_what_is_asked_for_is_kept(path: Path) -> None:
+    path.write_bytes(line(1, loss=1.0, other=2.0) + line(2, other=2.0) + line(3, loss=3.0))
+    tail = MetricsTail(path, only=["loss"])
+    assert steps(tail) == [1, 2, 3]
+    assert tail.names() == {"train": ["loss"]}
+    assert tail.line("train", 2) == (1.0, {})
+    assert tail.line("train", 3) == (1.5, {"loss": 3.0})
+
+
 def test_threads_that_ask_at_once_see_each_line_once(path: Path) -> None:
     path.write_bytes(b"")
     tail = MetricsTail(path)

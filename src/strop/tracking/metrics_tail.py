@@ -9,7 +9,7 @@ import threading
 import uuid
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,10 +61,15 @@ class MetricsTail:
 
     Lines that cannot be read are left out; one that is not ended yet waits until it is. Where the file was replaced or
     cut, it is read anew and cursors given out before are answered with everything.
+
+    Args:
+        path: the file.
+        only: names of the metrics that are kept; all of them if None.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, only: Collection[str] | None = None) -> None:
         self.path = path
+        self._only = None if only is None else frozenset(only)
         self.kinds: dict[str, Column] = {}
         self.lines_read = 0
         self.bytes_read = 0
@@ -179,12 +184,15 @@ class MetricsTail:
         try:
             line: Any = json.loads(raw)
             step, time, kind = line["step"], float(line["time"]), line["kind"]
-            metrics = {str(name): _number(value) for name, value in line["metrics"].items()}
+            metrics = {name: _number(value) for name, value in line["metrics"].items() if self._keeps(name)}
             if type(step) is not int or abs(step) >= 1 << 53 or not isinstance(kind, str) or not kind.isidentifier():
                 return
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             return
         self.kinds.setdefault(kind, Column()).add(step, time, metrics)
+
+    def _keeps(self, name: str) -> bool:
+        return self._only is None or name in self._only
 
     def _seen(self, since: str) -> dict[str, int] | None:
         """How many lines of each kind a cursor has seen; None if it is of another file or not a cursor."""

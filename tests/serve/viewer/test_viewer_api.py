@@ -139,6 +139,21 @@ def test_many_runs_are_read_a_moment_at_a_time(folder: Path, monkeypatch: pytest
     assert {run["step"] for run in get(client, "runs")["runs"]} == {3}
 
 
+def test_runs_beyond_those_that_are_kept_are_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readings, "MOST_WHOLE", 1)
+    monkeypatch.setattr(readings, "MOST_RUNS", 2)
+    for number in range(4):
+        make_run(folder, f"run{number}", steps=number)
+    client = client_of(folder)
+    for _ in range(2):
+        assert {run["run"]: run["step"] for run in get(client, "runs")["runs"]} == {f"run{n}": n for n in range(4)}
+        for number in range(1, 4):
+            name = f"run{number}"
+            assert "memory/process_gib" in get(client, "run", run=name)["names"]["train"]
+            found = get(client, "series", run=name, names="time/step")["kinds"]["train"]
+            assert found["values"]["time/step"] == [2.0] * number
+
+
 # --- episodes -------------------------------------------------------------------------------------------------------
 
 

@@ -24,8 +24,10 @@ HEADLINES = ("reward/mean", "accuracy", "eval/accuracy", "loss/nll", "loss")
 SPARKS = 48
 A_MOMENT = 0.5
 """Seconds for reading metrics of runs that were not read yet, in one answer."""
-MOST_RUNS = 1024
-"""Runs whose metrics are kept in memory; the one looked at longest ago is forgotten first."""
+MOST_WHOLE = 32
+"""Runs all of whose metrics are kept in memory; the one looked at longest ago is forgotten first."""
+MOST_RUNS = 2048
+"""Runs of which what a list of them shows is kept, and recipes."""
 
 
 class Readings:
@@ -33,19 +35,23 @@ class Readings:
 
     def __init__(self) -> None:
         self._tails: OrderedDict[Path, MetricsTail] = OrderedDict()
+        self._glanced: OrderedDict[Path, MetricsTail] = OrderedDict()
         self._lock = threading.Lock()
 
     def tail(self, run: Path) -> MetricsTail:
         """The metrics of a run."""
         path = inside(run, "metrics.jsonl")
         with self._lock:
-            tail = self._tails.get(path)
-            if tail is None:
-                tail = self._tails[path] = MetricsTail(path)
-            self._tails.move_to_end(path)
-            while len(self._tails) > MOST_RUNS:
-                self._tails.popitem(last=False)
-        return tail
+            return _kept(self._tails, path, MOST_WHOLE) or _added(self._tails, path, MetricsTail(path))
+
+    def _headlines(self, run: Path) -> MetricsTail:
+        """Those of a run's metrics that a list of runs shows, so that there may be very many runs."""
+        path = inside(run, "metrics.jsonl")
+        with self._lock:
+            if path in self._tails:
+                return self._tails[path]
+            kept = _kept(self._glanced, path, MOST_RUNS)
+            return kept or _added(self._glanced, path, MetricsTail(path, only=HEADLINES))
 
     def glance(self, name: str, run: Path, *, until: float = math.inf) -> dict[str, Any]:
         """A run at a glance; one whose manifest cannot be read says why instead.
@@ -56,7 +62,7 @@ class Readings:
         """
         try:
             manifest = manifest_of(run)
-            tail = self.tail(run)
+            tail = self._headlines(run)
         except StropError as error:
             return {"run": name, "status": "unreadable", "problem": error.what}
         pending = tail.untouched and time.monotonic() > until
@@ -95,14 +101,29 @@ class Readings:
     def whole(self, name: str, run: Path) -> dict[str, Any]:
         """Everything of a run but its numbers: manifest, how it stands, and the names of its metrics."""
         manifest = manifest_of(run)
-        glance = self.glance(name, run)
         tail = self.tail(run)
+        glance = self.glance(name, run)
         return glance | {
             "manifest": dataclasses.asdict(manifest),
             "alarms": [alarm for alarm in manifest.alarms if isinstance(alarm, dict)],
             "names": tail.names(),
             "supervised": Recipe.of(run).supervised,
         }
+
+
+def _kept(tails: OrderedDict[Path, MetricsTail], path: Path, most: int) -> MetricsTail | None:
+    """The one of a path, as the last one used; makes room for another if there is none."""
+    if path in tails:
+        tails.move_to_end(path)
+        return tails[path]
+    while len(tails) >= most:
+        tails.popitem(last=False)
+    return None
+
+
+def _added(tails: OrderedDict[Path, MetricsTail], path: Path, tail: MetricsTail) -> MetricsTail:
+    tails[path] = tail
+    return tail
 
 
 def manifest_of(run: Path) -> Manifest:
