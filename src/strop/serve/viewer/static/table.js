@@ -13,6 +13,7 @@ const MARGIN = 6; // rows beyond the edge that are ready
 export class VirtualTable {
   constructor({ label, columns, key, open, sort = null, falling = false, height = "60vh", rowHeight = 34 }) {
     this.columns = columns;
+    this.link = columns.findIndex((column) => column.link);
     this.key = key;
     this.open = open;
     this.rowHeight = rowHeight;
@@ -102,15 +103,21 @@ export class VirtualTable {
     const seen = Math.min(this.scroller.clientHeight || 600, 4000) - head;
     const first = Math.max(0, Math.floor(top / this.rowHeight) - MARGIN);
     const last = Math.min(this.rows.length, Math.ceil((top + seen) / this.rowHeight) + MARGIN);
-    const wanted = new Set();
-    for (let at = first; at < last; at += 1) wanted.add(at);
     // The row with the focus stays, or the keyboard would lose its place.
-    if (this.body.contains(document.activeElement) && this.current < this.rows.length) wanted.add(this.current);
-    for (const [at, row] of this.shown) if (!wanted.has(at)) { row.remove(); this.shown.delete(at); }
-    for (const at of wanted) this.#place(at);
+    const kept = this.body.contains(document.activeElement) ? this.current : -1;
+    const wanted = [];
+    for (let at = first; at < last; at += 1) wanted.push(at);
+    if (kept >= last && kept < this.rows.length) wanted.push(kept);
+    else if (kept >= 0 && kept < first) wanted.unshift(kept);
+    for (const [at, row] of this.shown) {
+      if ((at < first || at >= last) && (at !== kept || at >= this.rows.length)) { row.remove(); this.shown.delete(at); }
+    }
+    // From the last to the first, each before the one behind it: in order, for those who hear the page.
+    let behind = null;
+    for (const at of wanted.reverse()) behind = this.#place(at, behind);
   }
 
-  #place(at) {
+  #place(at, behind) {
     const row = this.rows[at];
     let element = this.shown.get(at);
     if (!element) {
@@ -119,13 +126,11 @@ export class VirtualTable {
       element.style.height = `${this.rowHeight}px`;
       element.addEventListener("focusin", () => this.#moveTo(at, false));
       this.shown.set(at, element);
-      // In their order, for those who hear the page.
-      const after = [...this.body.children].find((one) => Number(one.dataset.at) > at);
-      this.body.insertBefore(element, after ?? null);
+      this.body.insertBefore(element, behind);
     }
     element.tabIndex = at === this.current ? 0 : -1;
     const signature = JSON.stringify(row);
-    if (element.signature === signature) return;
+    if (element.signature === signature) return element;
     element.signature = signature;
     const focused = element.contains(document.activeElement) && document.activeElement !== element
       ? document.activeElement.dataset.focus : null;
@@ -133,11 +138,12 @@ export class VirtualTable {
     element.replaceChildren(...this.columns.map((column, index) => {
       const cell = el("div", { role: "gridcell", class: `vt-cell${column.numeric ? " num" : ""}${column.wide ? " wide" : ""}`, data: { column: column.key } });
       const shown = column.show(row);
-      const target = index === this.columns.findIndex((one) => one.link) ? this.open?.(row) : null;
+      const target = index === this.link ? this.open?.(row) : null;
       cell.append(target ? el("a", { href: target, tabindex: "-1" }, shown) : shown);
       return cell;
     }));
     if (focused) element.querySelector(`[data-focus="${focused}"]`)?.focus({ preventScroll: true });
+    return element;
   }
 
   #moveTo(at, focus = true) {
@@ -149,7 +155,7 @@ export class VirtualTable {
       const seen = this.scroller.clientHeight - this.head.offsetHeight;
       if (top < this.scroller.scrollTop) this.scroller.scrollTop = top;
       else if (top + this.rowHeight > this.scroller.scrollTop + seen) this.scroller.scrollTop = top + this.rowHeight - seen;
-      this.#place(at);
+      this.#draw();
       this.shown.get(at)?.focus({ preventScroll: true });
       this.#draw();
     } else if (this.shown.get(at)) this.shown.get(at).tabIndex = 0;
