@@ -26,6 +26,7 @@ from strop.cli_options import (
     step_asked,
 )
 from strop.cli_rollouts import replay, rollout
+from strop.cli_view import view
 from strop.errors import StropError, UserError
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def _strop(
       strop train recipes/quickstart.yaml              train; the same command again goes on where it stopped
       strop train recipes/quickstart.yaml run.steps=20 run.seed=1
       strop runs list                                  what ran
+      strop view                                       the same in a browser, live
       strop sample runs/quickstart                     talk to what came out
       strop export runs/quickstart --out FOLDER        take the model out of the run
       strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
@@ -260,6 +262,7 @@ def sample(
 
 app.command()(rollout)
 app.command()(replay)
+app.command()(view)
 
 
 class _Dtype(StrEnum):

@@ -1,0 +1,1 @@
+"""What strop serves over HTTP. This room reads run directories, through `tracking`."""
