@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "tracking": {"config"},
     "planning": {"config"},
     "cluster": {"config", "rollout"},
+    "serve": {"config", "tracking"},
 }
 LOOPS = {"loops": set(MAY_IMPORT)}
-COMMANDS = ("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_rollouts")
+COMMANDS = ("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_rollouts", "cli_serve")
 ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "__main__", *COMMANDS)}
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set(), "paths": set()}
 KNOW_NOTHING = {"algorithms", "errors", "paths"}

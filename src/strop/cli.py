@@ -26,6 +26,7 @@ from strop.cli_options import (
     step_asked,
 )
 from strop.cli_rollouts import replay, rollout
+from strop.cli_serve import serve
 from strop.errors import StropError, UserError
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ app.add_typer(config, name="config")
 app.add_typer(algorithms, name="algorithms")
 app.add_typer(launch, name="launch")
 app.add_typer(cluster, name="cluster")
+app.add_typer(serve, name="serve")
 
 
 @app.callback()
@@ -120,6 +122,7 @@ def _strop(
       strop export runs/quickstart --out FOLDER        take the model out of the run
       strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
       strop launch slurm RECIPE --nodes 4              the job that trains on a cluster; also ray, kubernetes
+      strop serve                                      submit and follow runs over HTTP
       strop teach recipes/distill-tiny.yaml --out FILE keep what teachers say of a recipe's data
     Find out:
       strop config explain rollout                     what the keys of a section do
@@ -176,6 +179,7 @@ def teach(
 
     \b
     Examples:
+      strop serve                                      submit and follow runs over HTTP
       strop teach recipes/distill-tiny.yaml --out targets.parquet
       strop train recipes/distill-tiny.yaml supervised.targets=targets.parquet
     """
