@@ -41,7 +41,9 @@ def start(
     allow_plain: Annotated[bool, typer.Option("--allow-plain", help="Listen beyond this machine without TLS.")] = False,
     name: Annotated[list[str] | None, typer.Option(help="A name that the service is called by; repeatable.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs that train at the same time.")] = 1,
-    allow_hub: Annotated[bool, typer.Option("--allow-hub", help="Let operators name models and data on the Hub.")] = False,
+    allow_hub: Annotated[
+        bool, typer.Option("--allow-hub", help="Let operators name models and data on the Hub.")
+    ] = False,
     allow: Annotated[
         list[Path] | None, typer.Option(metavar="FOLDER", help="A folder that operators' recipes may read; repeatable.")
     ] = None,

@@ -176,8 +176,7 @@ def check_size(text: str, what: str) -> None:
 
 
 def _weight(node: yaml.Node, known: dict[int, int], what: str, depth: int) -> int:
-    """How many entries a tree has when each alias is written out. A part is looked at once, however often it is used.
-    """
+    """How many entries a tree has when each alias is written out. Each part is looked at once, however often used."""
     if depth > MAX_DEPTH:
         raise _too_deep(what)
     if id(node) not in known:

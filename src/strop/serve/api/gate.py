@@ -1,5 +1,4 @@
-"""What every request passes before anything else sees it: who asks, how often, how much; and what the audit log is told.
-"""
+"""What every request passes first: who asks, how often, how much; and what the audit log is told of it."""
 
 from __future__ import annotations
 
@@ -33,7 +32,10 @@ _HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"x-frame-options", b"DENY"),
 ]
-_POLICY = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox")
+_POLICY = (
+    b"content-security-policy",
+    b"default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; sandbox",
+)
 
 
 class Refusal(Exception):

@@ -165,7 +165,7 @@ class Jobs:
 
     def look(self) -> None:
         """See how running jobs are, tell them what is wished, and start what waits while there is room."""
-        running = {name: 0 for name in self.backends}
+        running = dict.fromkeys(self.backends, 0)
         for job in self.store.running():
             if job.backend in self.backends and self._look_at(job, self.backends[job.backend]):
                 running[job.backend] += 1

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -34,10 +34,12 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Lines of `metrics.jsonl`, each as it is in the file. next: where to go on. restarted: what was asked for is not
-    there any more, since the run went on from a checkpoint; these lines are from the beginning."""
+    """Lines of `metrics.jsonl` as JSON. behind: where to go on behind each. next: where to go on behind all. restarted:
+    what was asked for is not there any more, since the run went on from a checkpoint; these lines are from the
+    beginning."""
 
     lines: tuple[bytes, ...]
+    behind: tuple[str, ...]
     next: str
     restarted: bool
 
@@ -118,7 +120,7 @@ class Runs:
         try:
             handle = open_below(self.root, [*parts, "metrics.jsonl"])
         except NotServed:
-            return Metrics((), "", restarted=bool(after))
+            return Metrics((), (), "", restarted=bool(after))
         try:
             stat = os.fstat(handle)
             asked = 0 if match is None else int(match[2])
@@ -133,7 +135,7 @@ class Runs:
                 found = self._metrics[key]
         finally:
             os.close(handle)
-        return Metrics(found.lines, found.next, restarted=bool(after) and not same)
+        return replace(found, restarted=bool(after) and not same)
 
     def _manifest(self, name: str, path: Path) -> Manifest:
         try:
@@ -167,9 +169,9 @@ class Runs:
                     if end == progress.offset:
                         break
                     progress.offset = end
-                    for line in lines:
+                    for line, _ in lines:
                         if line.get("kind") == "train":
-                            progress.step, progress.last = int(line["step"]), _finite(line["metrics"])
+                            progress.step, progress.last = line["step"], line["metrics"]
                 return _Progress(progress.inode, progress.offset, progress.step, dict(progress.last))
         finally:
             os.close(handle)
@@ -193,23 +195,25 @@ class Runs:
 
 def _lines(handle: int, inode: int, offset: int) -> Metrics:
     found, end = _whole_lines(handle, offset)
-    lines = tuple(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() for line in found)
-    return Metrics(lines, f"{inode:x}.{end}", restarted=False)
+    lines = tuple(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() for line, _ in found)
+    behind = tuple(f"{inode:x}.{at}" for _, at in found)
+    return Metrics(lines, behind, f"{inode:x}.{end}", restarted=False)
 
 
-def _whole_lines(handle: int, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Lines from a place on that can be read, and where the next one begins."""
+def _whole_lines(handle: int, offset: int) -> tuple[list[tuple[dict[str, Any], int]], int]:
+    """Lines from a place on that can be read, each with its end, and where the next one begins."""
     data = os.pread(handle, AT_ONCE, offset)
     end = data.rfind(b"\n") + 1
     if not end and len(data) == AT_ONCE:
         # A line longer than this is not one of a run; it is gone over.
         return [], offset + len(data)
-    found = []
-    for raw in data[:end].splitlines():
+    found, at = [], offset
+    for raw in data[:end].splitlines(keepends=True):
+        at += len(raw)
         try:
             line = json.loads(raw)
             if isinstance(line, dict) and isinstance(line["metrics"], dict) and isinstance(line["step"], int):
-                found.append({**line, "metrics": _finite(line["metrics"])})
+                found.append((_finite(line), at))
         except (ValueError, KeyError):
             continue
     return found, offset + end

@@ -22,8 +22,12 @@ from strop.serve.api.shapes import JobView, Submission
 from strop.serve.api.ways import Asking, Router, note
 
 LOG_AT_ONCE = 256 * 1024
-_EVENTS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "Events as they are."}}
-_TEXT = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The text."}}
+_EVENTS = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "Events as they are."}
+}
+_TEXT: dict[int | str, Any] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The text."}
+}
 
 
 def jobs_router(jobs: Jobs, runs: Runs, *, streams: int) -> Router:
@@ -85,9 +89,9 @@ def jobs_router(jobs: Jobs, runs: Runs, *, streams: int) -> Router:
 
     @router.way("GET", "/{job}/events", Role.viewer, responses=_EVENTS, response_class=StreamingResponse)
     async def events(job: str, request: Request) -> Response:
-        """Follow a job: an event `job` when it changes, `metrics` for each line of its metrics, `end` when it has ended.
+        """Follow a job: events `job` when it changes, `metrics` for each line of its metrics, `end` when it has ended.
 
-        `Last-Event-ID` goes on behind an event.
+        `Last-Event-ID` goes on behind an event. `restarted` says that lines come from the beginning again.
         """
         after = request.headers.get("last-event-id", "")
         return StreamingResponse(open_streams.follow(found(job), after), media_type="text/event-stream")
@@ -140,12 +144,10 @@ class Streams:
                 if text != shown:
                     yield _event("job", text)
                     shown, quiet = text, 0.0
-                more = True
-                while more:
-                    more = False
-                    for event, after in self._metrics(job.name, after):
+                while found := self._metrics(job.name, after):
+                    for event, after in found:  # noqa: B007
                         yield event
-                        more, quiet = True, 0.0
+                    quiet = 0.0
                 if now.state in ENDED:
                     yield _event("end", json.dumps({"state": now.state.value}))
                     return
@@ -162,14 +164,11 @@ class Streams:
             found = self._runs.metrics(run, after)
         except NotServed:
             return []
-        events = [(_event("restarted", "{}"), "")] if found.restarted and after else []
-        # The id of an event is where to go on behind all that came with it, so it is on the last.
-        lines = [line.decode() for line in found.lines]
-        return events + [
-            (_event("metrics", line, found.next if line is lines[-1] else ""), found.next) for line in lines
-        ]
+        events = [(_event("restarted", "{}"), "")] if found.restarted else []
+        pairs = zip(found.lines, found.behind, strict=True)
+        return events + [(_event("metrics", line.decode(), at), at) for line, at in pairs]
 
 
 def _event(name: str, data: str, at: str = "") -> str:
-    mark: Any = f"id: {at}\n" if at else ""
+    mark = f"id: {at}\n" if at else ""
     return f"event: {name}\n{mark}data: {data}\n\n"
