@@ -160,9 +160,8 @@ class _Passage:
     def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
         self.gate, self.scope, self._receive, self._send = gate, scope, receive, send
         self.caller: Caller | None = None
-        self.taken, self.begun = 0, False
-        self.arrived = False
-        self.deadline = time.monotonic() + gate._limits.body_seconds
+        self.begun, self.arrived = False, False
+        self._body: list[MutableMapping[str, Any]] = []
         scope.setdefault("state", {})
         self.notes: dict[str, Any] = scope["state"].setdefault(NOTES, {})
 
@@ -170,26 +169,31 @@ class _Passage:
         try:
             self.caller = self.gate.admit(self.scope)
             self.scope["state"][CALLER] = self.caller
+            await self._arrive()
             await self.gate._app(self.scope, self.receive, self.send)
         except Refusal as refusal:
             if self.begun:
                 raise
             await self._refuse(refusal)
 
-    async def receive(self) -> MutableMapping[str, Any]:
-        """The next part of the request's body, while it is not too much and not too slow."""
-        if self.arrived:
-            return await self._receive()
+    async def _arrive(self) -> None:
+        """Take in the request's body, while it is not too much and not too slow; it is small JSON, or nothing."""
+        limits, size = self.gate._limits, 0
         try:
-            async with asyncio.timeout(max(0.0, self.deadline - time.monotonic())):
-                message = await self._receive()
+            async with asyncio.timeout(limits.body_seconds):
+                while not self.arrived:
+                    message = await self._receive()
+                    self._body.append(message)
+                    self.arrived = not message.get("more_body", False)
+                    size += len(message.get("body", b""))
+                    if size > limits.body:
+                        raise Refusal(413, f"a request may have {limits.body} bytes")
         except TimeoutError:
             raise Refusal(408, "the request took too long to arrive") from None
-        self.taken += len(message.get("body", b""))
-        self.arrived = not message.get("more_body", False)
-        if self.taken > self.gate._limits.body:
-            raise Refusal(413, f"a request may have {self.gate._limits.body} bytes")
-        return message
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        """The request's body as it came, and then whether the caller is still there."""
+        return self._body.pop(0) if self._body else await self._receive()
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """What the service answers; the audit log has it before the caller has it."""
