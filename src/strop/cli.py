@@ -26,7 +26,7 @@ from strop.cli_options import (
     step_asked,
 )
 from strop.cli_rollouts import replay, rollout
-from strop.cli_serve import serve
+from strop.cli_serve import report, serve
 from strop.errors import StropError, UserError
 
 if TYPE_CHECKING:
@@ -264,6 +264,7 @@ def sample(
 
 app.command()(rollout)
 app.command()(replay)
+app.command()(report)
 
 
 class _Dtype(StrEnum):

@@ -160,3 +160,28 @@ def _note(root: Path, action: str, target: str, **more: str) -> None:
         actor = "somebody"
     log = AuditLog(made_state(user_path(root)))
     log.append(action, actor=f"{actor} (command line)", target=target, outcome="done", **more)
+
+
+def report(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run or pipeline, or its name in `runs/`.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write it; `report.html` in the run's folder.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a run as one HTML file that can be mailed, and print its path.
+
+    Curves, scores, samples and configuration; the page loads nothing and runs nothing.
+
+    \b
+    Examples:
+      strop report runs/quickstart
+      strop report quickstart --out quickstart.html
+    """
+    from strop.serve.report import write_report
+
+    in_runs = Path("runs") / run
+    found = in_runs if not run.exists() and in_runs.exists() else user_path(run)
+    typer.echo(str(write_report(found, None if out is None else user_path(out))))

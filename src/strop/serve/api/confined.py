@@ -93,6 +93,25 @@ def files_below(root: Path, parts: Sequence[str], *, depth: int = 4) -> Iterator
                 continue
 
 
+def refuse_links(root: Path, parts: Sequence[str], names: Sequence[str]) -> None:
+    """Raise NotServed if one of these entries of a folder is a link, or in a folder among them anything is.
+
+    For what is read by its path, by code that would follow.
+    """
+    with folder_below(root, parts) as folder:
+        for name in names:
+            try:
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            except OSError:
+                continue
+            if stat.S_ISLNK(found.st_mode):
+                raise NotServed(name)
+            if stat.S_ISDIR(found.st_mode):
+                with folder_below(root, [*parts, name]) as inside:
+                    if any(entry.is_symlink() for entry in os.scandir(inside)):
+                        raise NotServed(name)
+
+
 def is_below(path: Path, roots: Sequence[Path]) -> bool:
     """Whether a path, with all links on the way followed, is one of some folders or below it, and nothing on the way
     below that folder is hidden."""

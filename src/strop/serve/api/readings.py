@@ -79,8 +79,14 @@ class Runs:
             if "run.json" in names:
                 found.append(entry)
             elif PIPELINE in names:
-                found += [f"{entry}:{stage}" for stage in self._folders([entry]) if self._is_run([entry, stage])]
+                found += [f"{entry}:{stage}" for stage in self.stages([entry])]
         return sorted(found)
+
+    def stages(self, parts: list[str]) -> list[str]:
+        """The folders of runs in a pipeline's folder; none in another's."""
+        if len(parts) > 1:
+            return []
+        return [stage for stage in self._folders(parts) if self._is_run([*parts, stage])]
 
     def view(self, name: str) -> dict[str, Any]:
         """A run at a glance. Raises NotServed, and UserError where its manifest cannot be read."""

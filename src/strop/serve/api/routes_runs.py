@@ -6,22 +6,24 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Header, Query, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import HTMLResponse, Response, StreamingResponse
 
 from strop.errors import UserError
 from strop.serve.api.access import Role
-from strop.serve.api.confined import SERVED, NotServed, files_below, open_below, parts_of
+from strop.serve.api.confined import SERVED, NotServed, files_below, open_below, parts_of, refuse_links
 from strop.serve.api.gate import Refusal
 from strop.serve.api.readings import Runs
 from strop.serve.api.shapes import FileView, MetricsView, RunView
 from strop.serve.api.ways import Router, note
+from strop.serve.report import report as page
 
 CHUNK = 1 << 20
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
-_FILE = {
+_PAGE: dict[int | str, Any] = {200: {"content": {"text/html": {"schema": {"type": "string"}}}, "description": "It."}}
+_FILE: dict[int | str, Any] = {
     200: {"content": {"application/octet-stream": {}}, "description": "The file."},
     206: {"content": {"application/octet-stream": {}}, "description": "A part of the file."},
     416: {"description": "There is no such part."},
@@ -52,6 +54,14 @@ def runs_router(runs: Runs) -> Router:
     def metrics(run: str, after: Annotated[str, Query(max_length=64)] = "") -> Response:
         """Lines of a run's metrics, from the beginning or behind `next` of the answer before."""
         return Response(runs.metrics(run, after).json(), media_type="application/json")
+
+    @router.way("GET", "/{run}/report", Role.viewer, responses=_PAGE, response_class=HTMLResponse)
+    def report(run: str) -> Response:
+        """A run as one page: curves, scores, samples, configuration."""
+        parts = runs.parts(run)
+        for folder in (parts, *([*parts, stage] for stage in runs.stages(parts))):
+            refuse_links(runs.root, folder, SERVED)
+        return HTMLResponse(page(runs.root.joinpath(*parts)))
 
     @router.way("GET", "/{run}/files", Role.viewer)
     def files(run: str) -> list[FileView]:
