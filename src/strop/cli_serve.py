@@ -41,6 +41,7 @@ def start(
     allow_plain: Annotated[bool, typer.Option("--allow-plain", help="Listen beyond this machine without TLS.")] = False,
     name: Annotated[list[str] | None, typer.Option(help="A name that the service is called by; repeatable.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs that train at the same time.")] = 1,
+    models: Annotated[int, typer.Option(min=1, help="Models that are kept loaded for sampling.")] = 1,
     allow_hub: Annotated[
         bool, typer.Option("--allow-hub", help="Let operators name models and data on the Hub.")
     ] = False,
@@ -77,6 +78,7 @@ def start(
             allow_plain=allow_plain,
             names=tuple(name or ()),
             jobs=jobs,
+            models=models,
             allow_hub=allow_hub,
             allowed=tuple(user_path(folder).resolve() for folder in allow or ()),
             ray=ray,

@@ -23,8 +23,10 @@ from strop.serve.api.jobs import Conflict, Forbidden, Jobs
 from strop.serve.api.readings import Runs
 from strop.serve.api.routes_jobs import jobs_router
 from strop.serve.api.routes_runs import runs_router
+from strop.serve.api.routes_sampling import sampling_router
 from strop.serve.api.settings import ServiceSettings
 from strop.serve.api.shapes import AuditView, CallerView
+from strop.serve.api.speakers import Speakers
 from strop.serve.api.ways import Asking, Router
 
 _STATUS: dict[type[Exception], int] = {Refused: 403, Forbidden: 403, Conflict: 409, UserError: 422}
@@ -40,6 +42,7 @@ class Service:
         self.tokens = Tokens(state)
         self.jobs = Jobs(settings, self.audit)
         self.runs = Runs(settings.root)
+        self.speakers = Speakers(kept=settings.models)
         self.app = self._made()
 
     def _made(self) -> FastAPI:
@@ -55,6 +58,7 @@ class Service:
         for router in (
             jobs_router(self.jobs, self.runs, streams=self.settings.limits.streams),
             runs_router(self.runs),
+            sampling_router(self.runs, self.speakers),
             self._own(app),
         ):
             app.include_router(router)
@@ -91,13 +95,15 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _living(self, app: FastAPI) -> AsyncIterator[None]:
-        watch = asyncio.create_task(self.jobs.watch())
+        tasks = [asyncio.create_task(work) for work in (self.jobs.watch(), self.speakers.look())]
         try:
             yield
         finally:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await self.speakers.close()
 
     def close(self) -> None:
         """Let go of files; runs that were started go on."""

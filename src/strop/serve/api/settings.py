@@ -38,10 +38,10 @@ class ServiceSettings:
 
     root: the folder of the runs. host, port: where it listens. certificate, key: files of TLS. allow_plain: listen
     beyond this machine without TLS. names: what callers may call it (`Host`), beside the names of this machine.
-    jobs: runs that train at the same time on this machine. allow_hub: operators may name models and data on the Hub.
-    allowed: folders beyond `root` that recipes of operators may read. ray: address of the Ray dashboard that jobs go
-    to, such as `http://127.0.0.1:8265`. nice: how far the service gives way to training. patience: seconds that a run
-    is given to save and leave before it is ended.
+    jobs: runs that train at the same time on this machine. models: how many are kept loaded for sampling. allow_hub:
+    operators may name models and data on the Hub. allowed: folders beyond `root` that recipes of operators may read.
+    ray: address of the Ray dashboard that jobs go to, such as `http://127.0.0.1:8265`. nice: how far the service gives
+    way to training. patience: seconds that a run is given to save and leave before it is ended.
     """
 
     root: Path
@@ -52,6 +52,7 @@ class ServiceSettings:
     allow_plain: bool = False
     names: tuple[str, ...] = ()
     jobs: int = 1
+    models: int = 1
     allow_hub: bool = False
     allowed: tuple[Path, ...] = ()
     ray: str | None = None
