@@ -31,7 +31,10 @@ MAY_IMPORT = {
     "serve": {"config", "tracking"},
 }
 LOOPS = {"loops": set(MAY_IMPORT)}
-COMMANDS = ("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_rollouts", "cli_serve")
+COMMANDS = (
+    *("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_registry", "cli_rollouts"),
+    "cli_serve",
+)
 ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "__main__", *COMMANDS)}
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set(), "paths": set()}
 KNOW_NOTHING = {"algorithms", "errors", "paths"}

@@ -25,6 +25,7 @@ from strop.cli_options import (
     run_or_recipe,
     step_asked,
 )
+from strop.cli_registry import registry, seal
 from strop.cli_rollouts import replay, rollout
 from strop.cli_serve import report, serve
 from strop.errors import StropError, UserError
@@ -102,6 +103,8 @@ app.add_typer(algorithms, name="algorithms")
 app.add_typer(launch, name="launch")
 app.add_typer(cluster, name="cluster")
 app.add_typer(serve, name="serve")
+app.add_typer(registry, name="registry")
+app.add_typer(seal, name="seal")
 
 
 @app.callback()

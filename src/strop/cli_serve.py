@@ -103,7 +103,7 @@ def token_add(
 
     tokens = _tokens(root)
     made = tokens.add(name, Role(role.value), days=days)
-    _note(root, "token.add", made.split("-")[1], name=name, given=role.value)
+    note_in_audit(root, "token.add", made.split("-")[1], name=name, given=role.value)
     typer.echo(made)
 
 
@@ -125,7 +125,7 @@ def token_revoke(
 ) -> None:
     """Refuse a token from now on."""
     info = _tokens(root).revoke(id)
-    _note(root, "token.revoke", id, name=info.name)
+    note_in_audit(root, "token.revoke", id, name=info.name)
     typer.echo(f"{info.name}'s token {info.id} is refused from now on")
 
 
@@ -149,19 +149,23 @@ def _tokens(root: Path) -> Tokens:
     return Tokens(made_state(user_path(root)))
 
 
-def _note(root: Path, action: str, target: str, **more: str) -> None:
+def note_in_audit(root: Path, action: str, target: str, **more: str) -> None:
     """Write to the audit log what was done on the command line."""
-    import getpass
-
     from strop.serve.api.audit import AuditLog
     from strop.serve.api.settings import made_state
 
-    try:
-        actor = getpass.getuser()
-    except (OSError, KeyError):
-        actor = "somebody"
     log = AuditLog(made_state(user_path(root)))
-    log.append(action, actor=f"{actor} (command line)", target=target, outcome="done", **more)
+    log.append(action, actor=whoever(), target=target, outcome="done", **more)
+
+
+def whoever() -> str:
+    """Who gives commands here, as audit log and registry name them."""
+    import getpass
+
+    try:
+        return f"{getpass.getuser()} (command line)"
+    except (OSError, KeyError):
+        return "somebody (command line)"
 
 
 def report(

@@ -36,6 +36,9 @@ def listening(at_hand: Callable[..., AtHand]) -> Iterator[tuple[AtHand, str]]:
     yield there, f"http://127.0.0.1:{port}"
     server.should_exit = True
     thread.join()
+    # What was started outlives a service, but not this test.
+    for job in there.service.jobs.store.running():
+        there.service.jobs.backends["local"].kill(job)
 
 
 def test_the_example_fits_in_twenty_lines() -> None:

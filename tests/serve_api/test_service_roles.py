@@ -30,6 +30,12 @@ LEAST: dict[tuple[str, str], Role | None] = {
     ("GET", "/api/v1/runs/{run}/report"): Role.viewer,
     ("GET", "/api/v1/runs/{run}/files"): Role.viewer,
     ("GET", "/api/v1/runs/{run}/files/{path}"): Role.viewer,
+    ("GET", "/api/v1/models"): Role.viewer,
+    ("POST", "/api/v1/models"): Role.operator,
+    ("GET", "/api/v1/models/{name}/{version}"): Role.viewer,
+    ("GET", "/api/v1/models/{name}/{version}/card"): Role.viewer,
+    ("GET", "/api/v1/models/{name}/{version}/manifest"): Role.viewer,
+    ("POST", "/api/v1/models/{name}/{version}/stage"): Role.admin,
     ("GET", "/v1/models"): Role.viewer,
     ("POST", "/v1/chat/completions"): Role.operator,
     ("POST", "/v1/completions"): Role.operator,
@@ -38,6 +44,8 @@ LEAST: dict[tuple[str, str], Role | None] = {
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "nothing", "messages": [{"role": "user", "content": "1+1="}]},
     "/v1/completions": {"model": "nothing", "prompt": "1+1="},
+    "/api/v1/models": {"run": "done", "name": "sums"},
+    "/api/v1/models/{name}/{version}/stage": {"stage": "approved"},
 }
 WHO = [None, *Role]
 
@@ -71,8 +79,10 @@ def test_a_route_is_for_its_roles(
     if path.endswith("/events"):
         # A stream ends with its job.
         assert there.admin("POST", f"/api/v1/jobs/{job}/stop").status_code == 200
-    before = there.service.jobs.store.list()
-    where = path.format(job=job, run="done", path="metrics.jsonl")
+    if "{version}" in path:
+        there.service.registry().add(there.root / "done", "sums", checkpoint="step-000003", by="me")
+    before = there.service.jobs.store.list(), there.service.registry().list()
+    where = path.format(job=job, run="done", path="metrics.jsonl", name="sums", version=1)
     body = BODIES.get(path) or ({"recipe": quickstart, "name": "another"} if path.endswith("/jobs") else None)
     answer = caller(method, where, **({"json": body} if method == "POST" and body else {}))
     least = LEAST[method, path]
@@ -82,7 +92,7 @@ def test_a_route_is_for_its_roles(
         return
     assert answer.status_code == (401 if who is None else 403)
     assert set(answer.json()) == {"what", "where", "mend"}
-    assert there.service.jobs.store.list() == before
+    assert (there.service.jobs.store.list(), there.service.registry().list()) == before
     last = there.audit()[-1]
     assert (last["outcome"], last["status"], last["request"]) == ("refused", answer.status_code, f"{method} {where}")
     assert last["actor"] == ("anonymous" if who is None else f"the-{who}")

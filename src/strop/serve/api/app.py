@@ -22,12 +22,14 @@ from strop.serve.api.gate import NOTES, Gate, Refusal
 from strop.serve.api.jobs import Conflict, Forbidden, Jobs
 from strop.serve.api.readings import Runs
 from strop.serve.api.routes_jobs import jobs_router
+from strop.serve.api.routes_models import models_router
 from strop.serve.api.routes_runs import runs_router
 from strop.serve.api.routes_sampling import sampling_router
 from strop.serve.api.settings import ServiceSettings
 from strop.serve.api.shapes import AuditView, CallerView
 from strop.serve.api.speakers import Speakers
 from strop.serve.api.ways import Asking, Router
+from strop.serve.registry.store import Registry
 
 _STATUS: dict[type[Exception], int] = {Refused: 403, Forbidden: 403, Conflict: 409, UserError: 422}
 
@@ -42,6 +44,7 @@ class Service:
         self.tokens = Tokens(state)
         self.jobs = Jobs(settings, self.audit)
         self.runs = Runs(settings.root)
+        self._registry: Registry | None = None
         self.speakers = Speakers(kept=settings.models)
         self.app = self._made()
 
@@ -59,6 +62,7 @@ class Service:
             jobs_router(self.jobs, self.runs, streams=self.settings.limits.streams),
             runs_router(self.runs),
             sampling_router(self.runs, self.speakers),
+            models_router(self.registry, self.runs),
             self._own(app),
         ):
             app.include_router(router)
@@ -105,8 +109,16 @@ class Service:
                     await task
             await self.speakers.close()
 
+    def registry(self) -> Registry:
+        """The models that are kept; opened when it is first asked for."""
+        if self._registry is None:
+            self._registry = Registry(self.settings.root, self.settings.state_folder())
+        return self._registry
+
     def close(self) -> None:
         """Let go of files; runs that were started go on."""
+        if self._registry is not None:
+            self._registry.close()
         self.jobs.close()
         self.tokens.close()
         self.audit.close()

@@ -120,3 +120,36 @@ class AuditView(BaseModel):
     """Lines of the audit log."""
 
     lines: list[dict[str, Any]]
+
+
+class Registration(Strict):
+    """A checkpoint to keep as the next version of a model."""
+
+    run: Annotated[str, Field(min_length=1, max_length=200)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$", max_length=64)]
+    checkpoint: Annotated[str, Field(pattern=r"^(latest|best|[0-9]{1,9})$")] = "latest"
+
+
+class Move(Strict):
+    """Where a version is to go."""
+
+    stage: Literal["approved", "retired"]
+
+
+class VersionView(BaseModel):
+    """A version of a model. changes: who moved it to which stage."""
+
+    name: str
+    version: int
+    stage: str
+    registered: str
+    by: str
+    run: str
+    checkpoint: str
+    scores: dict[str, float]
+    before: dict[str, float]
+    lineage: dict[str, Any]
+    manifest_sha256: str
+    signature: str
+    public_key: str
+    changes: list[dict[str, str]]
