@@ -167,7 +167,7 @@ def _begun(reader: Any, options: Any) -> dict[str, Any]:
     from strop.serve.client import ServiceError
 
     overrides = [
-        *("run.steps=1000000", "evaluation.every=0", "checkpoint.every=1000000", "warmup.steps=20"),
+        *("run.steps=1000000", "evaluation.every=0", "checkpoint.every=1000000", "warmup.steps=5"),
         *(f"hardware.threads={options.threads}", "data.eval.arguments.count=20"),
     ]
     if options.smoke:

@@ -90,7 +90,7 @@ class LocalBackend:
         booting = ours is not None and ours.poll() is None
         # Liveness is looked at first: what ends in between has left its exit code by then.
         alive = _locked(folder / LOCK) or any(process.alive for process in self._processes(job))
-        if ended := _read(exit_file(folder, job.attempt)):
+        if ended := read_json(exit_file(folder, job.attempt)):
             self._runners.pop((job.id, job.attempt), None)
             return Seen("ended", int(ended.get("code", 1)))
         if alive or booting:
@@ -115,14 +115,14 @@ class LocalBackend:
             process.end_group()
 
     def _send(self, job: Job, number: signal.Signals) -> None:
-        values = _read(process_file(self._jobs / job.id, job.attempt))
+        values = read_json(process_file(self._jobs / job.id, job.attempt))
         process = Process.read(values.get("run"))
         if process is not None:
             process.send(number)
 
     def _processes(self, job: Job) -> list[Process]:
         """The runner and the run, as far as they are known."""
-        values = _read(process_file(self._jobs / job.id, job.attempt))
+        values = read_json(process_file(self._jobs / job.id, job.attempt))
         found = [Process.read(values.get(name)) for name in ("runner", "run")]
         return [process for process in found if process is not None]
 
@@ -141,7 +141,7 @@ def _locked(path: Path) -> bool:
         os.close(handle)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """What a file of the runner says; nothing while it is not there or not whole."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -166,17 +166,25 @@ class Jobs:
     def look(self) -> None:
         """See how running jobs are, tell them what is wished, and start what waits while there is room."""
         running = dict.fromkeys(self.backends, 0)
+        failed: list[Exception] = []
         for job in self.store.running():
-            if job.backend in self.backends and self._look_at(job, self.backends[job.backend]):
+            try:
+                if job.backend in self.backends and self._look_at(job, self.backends[job.backend]):
+                    running[job.backend] += 1
+            except Exception as error:
+                # A cluster that does not answer must not keep others from being looked after; what runs there runs.
                 running[job.backend] += 1
+                failed.append(error)
         for name, backend in self.backends.items():
-            while name == "ray" or running[name] < self._settings.jobs:
+            while not failed and (name == "ray" or running[name] < self._settings.jobs):
                 job = self.store.begin_next(name)
                 if job is None:
                     break
                 running[name] += 1
                 self._note(job, "start")
                 backend.start(job)
+        if failed:
+            raise failed[0]
 
     def _look_at(self, job: Job, backend: Backend) -> bool:
         """Returns whether it still runs."""
