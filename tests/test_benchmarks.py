@@ -622,3 +622,15 @@ def test_the_readme_has_the_command_of_each_script() -> None:
     scripts = [path.name for path in FOLDER.glob("*.py") if "measure.arguments(" in path.read_text()]
     assert len(scripts) >= 4
     assert [name for name in scripts if f"`python benchmarks/{name}`" not in readme] == []
+
+
+@pytest.mark.slow
+def test_a_service_is_read_while_a_run_trains(tmp_path: Path) -> None:
+    numbers = smoke("service_load", tmp_path / "r.json")
+    assert numbers["clients"] == 5
+    assert numbers["answers"] > 0
+    assert numbers["events"] > 0
+    assert (numbers["refused"], numbers["failed"]) == (0, 0)
+    [alone], [read] = numbers["steps_per_second"].values()
+    assert numbers["slower"] == [pytest.approx(1 - read / alone)]
+    assert 0 < numbers["processor_share"]["service"] < 2

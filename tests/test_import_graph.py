@@ -26,12 +26,15 @@ MAY_IMPORT = {
     "training": {"algorithms", "config", "models"},
     "publishing": {"models", "rollout", "training"},
     "tracking": {"config"},
-    "serve": {"tracking"},
     "planning": {"config"},
     "cluster": {"config", "rollout"},
+    "serve": {"config", "tracking"},
 }
 LOOPS = {"loops": set(MAY_IMPORT)}
-COMMANDS = ("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_rollouts", "cli_view")
+COMMANDS = (
+    *("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_registry", "cli_rollouts"),
+    *("cli_serve", "cli_view"),
+)
 ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "__main__", *COMMANDS)}
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set(), "paths": set()}
 KNOW_NOTHING = {"algorithms", "errors", "paths"}

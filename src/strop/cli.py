@@ -25,7 +25,9 @@ from strop.cli_options import (
     run_or_recipe,
     step_asked,
 )
+from strop.cli_registry import registry, seal
 from strop.cli_rollouts import replay, rollout
+from strop.cli_serve import report, serve
 from strop.cli_view import view
 from strop.errors import StropError, UserError
 
@@ -101,6 +103,9 @@ app.add_typer(config, name="config")
 app.add_typer(algorithms, name="algorithms")
 app.add_typer(launch, name="launch")
 app.add_typer(cluster, name="cluster")
+app.add_typer(serve, name="serve")
+app.add_typer(registry, name="registry")
+app.add_typer(seal, name="seal")
 
 
 @app.callback()
@@ -122,6 +127,7 @@ def _strop(
       strop export runs/quickstart --out FOLDER        take the model out of the run
       strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
       strop launch slurm RECIPE --nodes 4              the job that trains on a cluster; also ray, kubernetes
+      strop serve                                      submit and follow runs over HTTP
       strop teach recipes/distill-tiny.yaml --out FILE keep what teachers say of a recipe's data
     Find out:
       strop config explain rollout                     what the keys of a section do
@@ -178,6 +184,7 @@ def teach(
 
     \b
     Examples:
+      strop serve                                      submit and follow runs over HTTP
       strop teach recipes/distill-tiny.yaml --out targets.parquet
       strop train recipes/distill-tiny.yaml supervised.targets=targets.parquet
     """
@@ -263,6 +270,7 @@ def sample(
 app.command()(rollout)
 app.command()(replay)
 app.command()(view)
+app.command()(report)
 
 
 class _Dtype(StrEnum):

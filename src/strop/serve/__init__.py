@@ -1,1 +1,1 @@
-"""What strop serves over HTTP. This room reads run directories, through `tracking`."""
+"""The service and the viewer: read run directories, start runs as processes."""
