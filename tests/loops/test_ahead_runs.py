@@ -218,6 +218,42 @@ def test_an_evaluation_that_a_kill_ended_is_begun_again(in_threads: None, monkey
     assert lines(run, "eval") == [0, 2, 4, 6]
 
 
+def test_scores_that_came_after_the_checkpoint_are_not_there_twice(
+    in_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served_apart(monkeypatch)
+    found = slowly(monkeypatch, seconds=0.05)
+
+    class Killed(Exception):
+        pass
+
+    record = Run.record
+
+    def recording(self: Run, *given: Any) -> Any:
+        metrics = record(self, *given)
+        if self.step == 3:
+            raise Killed
+        return metrics
+
+    async def waiting(self: Run, groups: Any) -> dict[str, float]:
+        if self.step == 3:
+            await self._ahead.evaluated()
+        return {}
+
+    monkeypatch.setattr(Run, "look", waiting)
+    monkeypatch.setattr(Run, "record", recording)
+    changes = {**EVALUATED, "checkpoint.every": 2}
+    with pytest.raises(Killed):
+        train(config_of(**changes))
+    [run] = Path("runs").iterdir()
+    assert lines(run, "eval") == [0, 2]
+    monkeypatch.setattr(Run, "record", record)
+    train(config_of(**changes))
+    assert [step for step, _ in found] == [0, 2, 2, 4, 6]
+    assert lines(run, "eval") == [0, 2, 4, 6]
+    assert lines(run, "train") == list(range(1, 7))
+
+
 def test_nothing_is_sampled_before_the_environment_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a run goes on with what was under way: its tools may be in a server that is started first."""
     from strop.environments.build import PythonFactory

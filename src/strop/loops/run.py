@@ -256,7 +256,6 @@ class Run(BaseRun):
                 one before cannot be written.
         """
         started = time.perf_counter()
-        self._take_evaluation()
         metrics = self._figures = self.step_metrics(groups, batch, stats) | self._seen
         self._tokens["sampled"] += int(metrics.get("tokens/sampled", 0))
         self._tokens["trained"] += int(metrics["tokens/trained"])
@@ -268,6 +267,8 @@ class Run(BaseRun):
             if others := records_beside(compared, self.collector.discarded, self._texts):
                 self._files.write(beside(path), others)
         self.metrics.log(self.step, metrics)
+        # Behind the line of this step, so that whoever goes on from the evaluated one and evaluates anew drops it.
+        self._take_evaluation()
         sample = sample_of(groups, self._texts, self.step)
         self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
         self._warn_of_curriculum(metrics)
