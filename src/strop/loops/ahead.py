@@ -32,6 +32,15 @@ class Ahead:
         self._evaluating: asyncio.Task[Scores] | None = None
         self._step = 0
 
+    def told(self, algorithm: Any) -> str:
+        """What the display says of it; nothing where nothing is sampled ahead."""
+        if not self._bound:
+            return ""
+        kind, high = getattr(algorithm, "correction", None), getattr(algorithm, "correction_high", None)
+        bounded = "" if high is None else f" at {high:g}"
+        weighed = f"weights of old tokens are corrected ({kind}{bounded})" if kind else "old tokens are not corrected"
+        return f"up to {self._bound} steps ahead of training; {weighed}"
+
     def stays(self, step: int, *, served: int | None) -> bool:
         """Whether the weights that are served stay after a step, the first ones being those of step 0.
 

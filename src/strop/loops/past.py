@@ -23,9 +23,6 @@ from strop.rollout.kept_groups import as_arrays, from_arrays
 from strop.rollout.past_groups import PastGroup, PastGroups, oldest_version
 from strop.tracking.episodes import EpisodeRecord
 
-PAST = "past-groups.safetensors"
-"""The file of a checkpoint with the groups that may be trained again."""
-
 Trained = Sequence[tuple[Episode, TokenStream]]
 """The episode and the stream that each sequence of a batch is."""
 

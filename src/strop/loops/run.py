@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file as load_arrays
-from safetensors.numpy import save_file as save_arrays
-
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptStream
 from strop.loops import assembly, step_batch
@@ -22,9 +19,10 @@ from strop.loops.curriculum import nothing_left, record_window
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
-from strop.loops.past import PAST, Past
+from strop.loops.past import Past
 from strop.loops.place import Place, find_place
 from strop.loops.prepare import Prepared
+from strop.loops.sampling_state import SamplingState
 from strop.loops.speed import Speed
 from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
 from strop.loops.teacher import Teachers, load_teacher
@@ -35,18 +33,12 @@ from strop.loops.window_choices import told_of_window
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
-from strop.rollout.journal import Journal, Note, as_arrays, from_arrays
-from strop.rollout.windows import Admitted
+from strop.rollout.journal import Journal
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
 from strop.training.holdings import held_parts
 from strop.training.snapshot import Held
-
-CURRICULUM = "curriculum.safetensors"
-"""The file of a checkpoint with the pass rates of the prompts."""
-UNDER_WAY = "under-way.safetensors"
-"""The file of a checkpoint with what was sampled for groups that were not trained."""
 
 
 class Run(BaseRun):
@@ -89,6 +81,7 @@ class Run(BaseRun):
             prepared, roles, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
         self.past = Past(self.config)
+        self._sampling = SamplingState(self.config, self.stream, self.collector, self.journal, self.past)
         self._texts = PromptTexts(prepared.train)
         self._watch = Watch(prepared, self._texts, display, opened.directory)
         self._files = EpisodeWriter()
@@ -103,7 +96,6 @@ class Run(BaseRun):
         self._ahead = Ahead(self.config, shares_weights=place.shares_weights)
         self._served: int | None = None
         self._begun = False
-        self._notes: dict[tuple[int, ...], Note] = {}
         self._evaluated_at: int | None = None
 
     # The verbs of the loop, in the order in which it calls them.
@@ -387,27 +379,11 @@ class Run(BaseRun):
         return place, {"teacher": load_teacher(prepared, place.roles)}
 
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        self.stream.load(state["prompts"])
-        if self.stream.curriculum is not None:
-            self.stream.curriculum.load(checkpoint / "state" / CURRICULUM)
-        self.collector.admission.started = int(state["started_groups"])
-        self._take_back_groups(checkpoint, state)
-        self.past.load(checkpoint / "state" / PAST)
+        if text := self._sampling.take_back(checkpoint / "state", state):
+            self.display.message(text)
         self._evaluated_at = state.get("evaluating")
         self._watch.load(state.get("alarms"))
         await self.take_back_weights(checkpoint, state)
-
-    def _take_back_groups(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Go on with the groups that were begun and not trained. What was sampled of them counts, unless it may be
-        older than the recipe allows now; what is to be of one version counts where it has ended."""
-        found = state.get("under_way", [])
-        self.collector.take_back({n: Admitted(self.stream.prompt(prompt), v) for n, prompt, v in found})
-        path = checkpoint / "state" / UNDER_WAY
-        if path.exists() and state["max_staleness"] <= self.config.rollout.max_staleness:
-            notes, in_flight = from_arrays(load_arrays(path)), self.config.rollout.in_flight_updates
-            self.journal.take_back({stream: note for stream, note in notes.items() if in_flight or note.ended})
-        if found:
-            self.display.message(f"{len(found)} groups that were under way go on from where they were")
 
     async def take_back_weights(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Go to the weights of a checkpoint, with all that their next update depends on."""
@@ -427,8 +403,7 @@ class Run(BaseRun):
             # An evaluation of the weights of this step can be begun again; those of another are gone.
             await self._ahead.evaluated()
             self._take_evaluation()
-        if self.collector.under_way:
-            self._notes = await self.journal.notes()
+        await self._sampling.note()
         return await super().save()
 
     def _save(self) -> Path:
@@ -440,28 +415,11 @@ class Run(BaseRun):
         critic = None
         if self.critic is not None:
             critic = self.critic.hold() if behind else self.critic.save
-        curriculum = None if self.stream.curriculum is None else self.stream.curriculum.held()
-        under_way = self.collector.under_way
-        values = copy.deepcopy(
-            {
-                "prompts": self.stream.state(),
-                "started_groups": self.collector.admission.started,
-                "under_way": [(number, one.prompt.prompt_id, one.version) for number, one in under_way.items()],
-                "max_staleness": self.config.rollout.max_staleness,
-                "evaluating": self._ahead.evaluating,
-                "alarms": self._watch.state(),
-            }
-        )
-        past = self.past.arrays()
-        notes = as_arrays({stream: note for stream, note in self._notes.items() if stream[0] in under_way})
+        values, write_sampling = self._sampling.held()
+        values |= copy.deepcopy({"evaluating": self._ahead.evaluating, "alarms": self._watch.state()})
 
         def write(folder: Path) -> dict[str, Any]:
-            if curriculum is not None:
-                save_arrays(curriculum, folder / "state" / CURRICULUM)
-            if under_way:
-                save_arrays(notes, folder / "state" / UNDER_WAY)
-            if past is not None:
-                save_arrays(past, folder / "state" / PAST)
+            write_sampling(folder / "state")
             return {
                 **values,
                 "trainer": trainer.save(folder / "state"),
@@ -528,7 +486,7 @@ class Run(BaseRun):
             sizes = f"{rollout.groups_per_step} groups a step"
             return {"algorithm": f"{self.algorithm.name}, {sizes}", "offline": self.prepared.about}
         sizes = f"{rollout.groups_per_step} prompts x {rollout.group_size} completions a step"
-        return {"algorithm": f"{self.algorithm.name}, {sizes}"}
+        return {"algorithm": f"{self.algorithm.name}, {sizes}", "ahead": self._ahead.told(self.algorithm)}
 
     def _alarm_lines(self) -> list[str]:
         return self._watch.lines()
