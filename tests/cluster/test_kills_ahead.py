@@ -1,8 +1,8 @@
 """Promise 5 on a cluster, ahead of training: whatever process is killed, each prompt is trained once, in its step, and
 no token is older than the bound.
 
-One run here loses one process of each kind. The full matrix, every kind three times a run at moments of a seed, is
-`pytest -m soak tests/cluster/test_kills_ahead.py`.
+One run here loses one process of each kind. The full matrix, every kind three times a run at moments of a seed, and
+runs that are asked to leave, is `pytest -m soak tests/cluster/test_kills_ahead.py`.
 """
 
 from __future__ import annotations
@@ -99,9 +99,13 @@ def order() -> list[tuple[int, int, str, int]]:
     return [(1 + group // 4, group, row, 4) for group, row in enumerate(rows)]
 
 
+def come_to(driver: Driver, step: int) -> None:
+    driver.until(lambda: driver.steps_done() >= step)
+
+
 def kill(driver: Driver, victim: str, step: int, chance: random.Random) -> str:
     """Kill a process at some moment after a step; returns what the output must say of it."""
-    driver.until(lambda: driver.steps_done() >= step)
+    come_to(driver, step)
     time.sleep(chance.random() * 4 * SECONDS)
     pid = driver.until(lambda: driver.workers().get(victim))
     assert driver.steps_done() < STEPS, "the run was over before it could be killed"
@@ -111,7 +115,7 @@ def kill(driver: Driver, victim: str, step: int, chance: random.Random) -> str:
 
 def again(drive: Callable[[], Driver], driver: Driver, step: int, chance: random.Random) -> Driver:
     """Kill the driver at some moment after a step, and give the same command again."""
-    driver.until(lambda: driver.steps_done() >= step)
+    come_to(driver, step)
     time.sleep(chance.random() * 4 * SECONDS)
     assert driver.process.poll() is None, driver.output
     driver.process.kill()
@@ -150,6 +154,25 @@ def test_one_process_of_each_kind_is_killed(drive: Callable[[], Driver], order: 
     whole(driver, order, told)
     # Set back by the loss of the trainer, and by that of the driver.
     assert len(json.loads((driver.run / "run.json").read_text())["resumed"]) == 2
+
+
+@pytest.mark.soak
+def test_who_is_asked_to_leave_or_interrupted_leaves_nobody_behind(
+    drive: Callable[[], Driver], order: list[Any]
+) -> None:
+    for step, number, code in [(2, signal.SIGUSR1, 0), (6, signal.SIGINT, 130)]:
+        driver = drive()
+        come_to(driver, step)
+        driver.process.send_signal(number)
+        assert driver.wait() == code, driver.output
+        assert json.loads((driver.run / "run.json").read_text())["status"] == "interrupted"
+        assert not driver.workers()
+        if number == signal.SIGUSR1:
+            latest = (driver.run / "checkpoints" / "latest").read_text().strip()
+            assert latest == f"step-{driver.steps_done():06d}"
+            assert (driver.run / "checkpoints" / latest / "state" / "under-way.safetensors").exists()
+    assert "Traceback" not in driver.output
+    whole(drive(), order, [])
 
 
 @pytest.mark.soak
