@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +127,19 @@ EVALUATED = {"data.eval": HELD_OUT, "evaluation.every": 2, "run.steps": 6, "chec
 
 
 def slowly(
-    monkeypatch: pytest.MonkeyPatch, fails: int | None = None, seconds: float = 0.2
+    monkeypatch: pytest.MonkeyPatch,
+    fails: int | None = None,
+    seconds: float = 0.2,
+    endless: Collection[int] = (),
 ) -> list[tuple[int, set[int]]]:
-    """Evaluations take some steps' time; the versions that each was of, by its step. fails: at this step."""
+    """Evaluations take some steps' time; the versions that each was of, by its step. fails: at this step. endless: at
+    these steps they do not end by themselves."""
     score = Run._score_held_out
     found: list[tuple[int, set[int]]] = []
 
     async def scoring(self: Run) -> Any:
         step = self.step
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(3600 if step in endless else seconds)
         if step == fails:
             raise RunFailure("the held-out data are gone")
         generate = self.journal._engine.generate
@@ -193,7 +197,8 @@ def test_an_evaluation_that_fails_beside_training_ends_the_run_and_is_told(
 def test_an_evaluation_that_a_kill_ended_is_begun_again(in_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is written meanwhile says so; one of later weights waits for the scores."""
     served_apart(monkeypatch)
-    found = slowly(monkeypatch, seconds=1.0)
+    endless = {2}
+    found = slowly(monkeypatch, seconds=0.0, endless=endless)
 
     class Killed(Exception):
         pass
@@ -211,6 +216,7 @@ def test_an_evaluation_that_a_kill_ended_is_begun_again(in_threads: None, monkey
     with pytest.raises(Killed):
         train(config_of(**EVALUATED))
     assert [step for step, _ in found] == [0]
+    endless.clear()
     monkeypatch.setattr(Run, "save", save)
     run = train(config_of(**EVALUATED)).folder
     assert [step for step, _ in found] == [0, 2, 4, 6]
