@@ -3,7 +3,8 @@
 `long` has 1,000 steps of 256 episodes, `short` ten steps of eight; both have the 60 metrics of a step of reinforcement
 learning. Each repeat has a viewer, a browser's context and caches of its own, so what is opened first reads everything.
 Frames are counted while a list is scrolled from its top to its end in 60 equal parts; a stall is a frame of more than
-50 ms. `poll` is what the page asks every two seconds while nothing is new, and after one more step.
+50 ms, and on a busy machine others make them: the processor time of a frame is the page's own. `poll` is what the page
+asks every two seconds while nothing is new, and after one more step.
 
 It needs Chromium (`apt-get install chromium`) and strop's extra `dev`.
 """
@@ -139,6 +140,8 @@ def look(browser: Any, folder: Path, steps: int) -> dict[str, Any]:
     with viewer(folder) as address:
         context = browser.new_context(viewport={"width": 1280, "height": 900}, base_url=address)
         page = context.new_page()
+        devtools = context.new_cdp_session(page)
+        devtools.send("Performance.enable", {"timeDomain": "threadTicks"})
         for name, where in PAGES.items():
             # Everything anew, as from a link elsewhere: what is kept is what the browser keeps.
             page.goto("about:blank")
@@ -148,7 +151,11 @@ def look(browser: Any, folder: Path, steps: int) -> dict[str, Any]:
             page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
             found[f"open_{name}_seconds"] = time.perf_counter() - started
             if name in ("steps", "episodes"):
+                before = processor_seconds(devtools)
                 frames = page.evaluate(SCROLLED, 60)
+                found[f"scroll_{name}_processor_ms_a_frame"] = (
+                    1e3 * (processor_seconds(devtools) - before) / len(frames)
+                )
                 found[f"scroll_{name}_frame_ms"] = measure.median(frames)
                 found[f"scroll_{name}_longest_frame_ms"] = max(frames)
                 found[f"scroll_{name}_stalls"] = sum(frame > 50 for frame in frames)
@@ -156,6 +163,12 @@ def look(browser: Any, folder: Path, steps: int) -> dict[str, Any]:
         found["tokens_in_page"] = page.locator(".tok").count()
         context.close()
     return found | polls(folder, steps)
+
+
+def processor_seconds(devtools: Any) -> float:
+    """What the page's thread has worked: scripts, styles and layout, without the time in which it had no processor."""
+    metrics = devtools.send("Performance.getMetrics")["metrics"]
+    return next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
 
 
 def polls(folder: Path, steps: int) -> dict[str, Any]:

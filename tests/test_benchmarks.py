@@ -613,6 +613,7 @@ def test_the_viewer_opens_a_long_run_as_a_short_one(tmp_path: Path) -> None:
         assert found["poll_overview_bytes"] == 0
         assert 0 < found["poll_nothing_new_bytes"] < found["poll_one_step_bytes"] < 1000
         assert found["scroll_steps_frame_ms"] > 0
+        assert found["scroll_steps_processor_ms_a_frame"] > 0
     # 30 steps, of which those that are not seen are not there.
     assert 10 < numbers["long"]["steps_rows_in_page"] < 30
 

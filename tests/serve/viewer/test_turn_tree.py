@@ -53,6 +53,17 @@ def test_streams_of_nothing_and_of_nothing_shared() -> None:
     ]
 
 
+def test_turns_in_a_row_are_trained_in_different_streams() -> None:
+    """The second stream goes on from the middle of what the first one shares with it."""
+    assert tree(([1, 2, 3, 4], [0, 1, 0, 0]), ([1, 2, 3, 5], [0, 0, 1, 0])) == [
+        (-1, 0, 0, 1, False, (0, 1)),
+        (0, 0, 1, 2, True, (0, 1)),
+        (1, 1, 2, 3, True, (0, 1)),
+        (2, 0, 3, 4, False, (0,)),
+        (2, 1, 3, 4, False, (1,)),
+    ]
+
+
 IDS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 TURNS = st.lists(st.tuples(st.integers(0, 100), IDS, st.booleans()), max_size=8)
 
@@ -79,6 +90,6 @@ def test_every_stream_is_a_path_and_every_sampled_token_is_there_once(
             np.concatenate([streams[n.stream].tokens[n.start : n.end] for n in mine]).tolist() == stream.tokens.tolist()
         )
         for node in mine:
-            if node.stream == number and node.sampled:
-                assert stream.loss_mask[node.start : node.end].all()
+            if node.stream == number:
+                assert (stream.loss_mask[node.start : node.end] == node.sampled).all()
     assert sum(node.end - node.start for node in nodes if node.sampled) == episode.sampled_tokens()

@@ -41,12 +41,14 @@ def turn_tree(tokens: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> list
         if not streams:
             continue
         end = _shared_until(tokens, masks, streams, start)
-        together = np.zeros(end - start, dtype=np.bool_)
+        # The stream that trains each token, of which there is one at most; turns in a row may be trained in different
+        # ones.
+        trained_in = np.full(end - start, -1, dtype=np.int64)
         for stream in streams:
-            together |= masks[stream][start:end]
-        for first, last in _runs(together):
-            sampled = bool(together[first])
-            of = next((s for s in streams if masks[s][start + first]), streams[0]) if sampled else streams[0]
+            trained_in[masks[stream][start:end]] = stream
+        for first, last in _runs(trained_in):
+            sampled = bool(trained_in[first] >= 0)
+            of = int(trained_in[first]) if sampled else streams[0]
             nodes.append(Node(parent, of, start + first, start + last, sampled, streams))
             parent = len(nodes) - 1
         if len(streams) > 1:
@@ -88,9 +90,9 @@ def _parted(
     return [tuple(sorted(part)) for part in sorted(parts, key=min)]
 
 
-def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
+def _runs(values: np.ndarray) -> list[tuple[int, int]]:
     """(start, end) of each run of equal values."""
-    if not len(mask):
+    if not len(values):
         return []
-    edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
     return list(pairwise(edges))
