@@ -1,0 +1,262 @@
+"""What old tokens cost: the quickstart's task, learned from tokens that are up to S versions old, corrected and not.
+
+In one process the engine rests while the trainer computes, so that a run which samples ahead (`usual`) trains tokens
+that are hardly old. In the `oldest` runs every step waits until all groups that may begin have been sampled, so that
+from step S on every token is exactly S versions old: the worst that `rollout.max_staleness: S` allows. All else is the
+run's own. Each of `--repeats` is another seed of the order of the prompts, of the draws and of the supervised start; a
+seed's runs begin with the same weights. Measured: greedy accuracy on held-out sums every ten steps, and for each step
+the age of its tokens and how far sampler and trainer are apart.
+
+`--add` keeps what an earlier run measured and goes on from there; `--ways` chooses. `--try NAME=JSON` measures another
+`algorithm:` section beside, with the oldest tokens of `--try-at`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import measure
+import staleness_plot
+
+METRICS = {
+    "age": "staleness/mean",
+    "oldest": "staleness/max",
+    "weight_max": "mismatch/weight_max",
+    "effective_share": "mismatch/effective_share",
+    "clipped_share": "mismatch/clipped_share",
+    "kl": "policies/sampler_proximal_kl",
+    "entropy": "policy/entropy",
+    "reward": "reward/mean",
+    "grad_norm": "grad_norm",
+}
+UNCORRECTED = {"correction": {"kind": "none"}}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run is made. algorithm: what its section says beside the defaults."""
+
+    name: str
+    staleness: int
+    oldest: bool = False
+    algorithm: str = "{}"
+
+
+def ways() -> list[Way]:
+    """Those that are measured unless others are asked for."""
+    uncorrected = json.dumps(UNCORRECTED)
+    found = [Way("S=0", 0)]
+    for bound in (1, 2, 4):
+        found += [
+            Way(f"S={bound}, oldest", bound, True),
+            Way(f"S={bound}, oldest, uncorrected", bound, True, uncorrected),
+            Way(f"S={bound}, usual", bound),
+        ]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure; returns the numbers that were written."""
+    parser = measure.arguments(__doc__, repeats=3)
+    parser.set_defaults(threads=1)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
+    parser.add_argument("--ways", nargs="*", help="only these")
+    parser.add_argument("--seeds", type=int, nargs="*", help="only these, in place of --repeats")
+    parser.add_argument("--add", action="store_true", help="keep what is in the file of results")
+    parser.add_argument("--try", dest="tried", nargs="*", default=[], metavar="NAME=JSON")
+    parser.add_argument("--try-at", type=int, nargs="*", default=[4], help="of --try")
+    parser.add_argument("--starts", type=Path, help="folder of the starts of earlier runs; a temporary one if not set")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.side:
+        measure.use_threads(options.threads)
+        measure.tell(side(json.loads(options.side)))
+        return {}
+    path = options.out or measure.RESULTS / "staleness.json"
+    runs: dict[str, dict[str, Any]] = json.loads(path.read_text())["numbers"]["runs"] if options.add else {}
+    with tempfile.TemporaryDirectory() as folder:
+        measured(options, (options.starts or Path(folder)).absolute(), runs)
+    numbers = {"sizes": sizes(options.smoke, options.steps), "ways": summaries(runs), "runs": runs}
+    measure.write("staleness", numbers, options)
+    if not options.smoke and options.out is None:
+        staleness_plot.main([str(path)])
+    return numbers
+
+
+def measured(options: argparse.Namespace, starts: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Put each run that is wanted and not there yet into `runs`, by way and seed."""
+    seeds = options.seeds or range(1 if options.smoke else options.repeats)
+    lock = Lock()
+    shared = {"smoke": options.smoke, "steps": options.steps, "threads": options.threads}
+
+    def ask(job: dict[str, Any]) -> dict[str, Any]:
+        text = json.dumps({**shared, **job})
+        return measure.fresh_process(
+            Path(__file__), ["--side", text, "--threads", str(options.threads)], threads=options.threads,
+            python_path=[measure.HERE],
+        )  # fmt: skip
+
+    def start(seed: int) -> None:
+        if not (starts / f"start-{seed}" / "config.json").exists():
+            ask({"start": str(starts / f"start-{seed}"), "seed": seed})
+
+    def run(way: Way, seed: int) -> None:
+        found = ask({"start": str(starts / f"start-{seed}"), "seed": seed, "way": asdict(way)})
+        with lock:
+            runs.setdefault(way.name, {})[str(seed)] = {"algorithm": json.loads(way.algorithm), **found}
+            print(f"{way.name}, seed {seed}: {found['accuracy'][-1]}", flush=True)
+
+    wanted = [(way, seed) for seed in seeds for way in chosen(options) if str(seed) not in runs.get(way.name, {})]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for _ in pool.map(start, sorted({seed for _, seed in wanted})):
+            pass
+        for _ in pool.map(lambda pair: run(*pair), wanted):
+            pass
+
+
+def chosen(options: argparse.Namespace) -> Iterator[Way]:
+    """The ways that were asked for."""
+    for way in ways():
+        if options.smoke and way.staleness > 1:
+            continue
+        if options.ways is None or way.name in options.ways:
+            yield way
+    for given in options.tried:
+        name, _, algorithm = given.partition("=")
+        for bound in options.try_at:
+            yield Way(f"S={bound}, oldest, {name}", bound, True, algorithm)
+
+
+def sizes(smoke: bool, steps: int) -> dict[str, int]:
+    """Of the runs, as in recipes/quickstart.yaml but for the number of held-out sums."""
+    if smoke:
+        return {"steps": 3, "groups_per_step": 4, "group_size": 2, "warmup_steps": 3, "held_out": 8}
+    return {"steps": steps, "groups_per_step": 64, "group_size": 8, "warmup_steps": 1000, "held_out": 900}
+
+
+def recipe(job: dict[str, Any]) -> dict[str, Any]:
+    """recipes/quickstart.yaml, quiet, with more held-out sums."""
+    import yaml
+
+    size = sizes(job["smoke"], job["steps"])
+    data: dict[str, Any] = yaml.safe_load((measure.ROOT / "recipes" / "quickstart.yaml").read_text())
+    data["data"]["eval"]["arguments"]["count"] = size["held_out"]
+    data["warmup"]["steps"] = size["warmup_steps"]
+    data["rollout"] |= {"groups_per_step": size["groups_per_step"], "group_size": size["group_size"]}
+    data["evaluation"] = {"every": 10}
+    data["checkpoint"] = {"every": 1000}
+    data["tracking"] = {"display": "off", "tensorboard": False, "episodes_every": 0}
+    data["hardware"] = {"threads": job["threads"], "device": "cpu"}
+    data["run"] = {"steps": size["steps"], "seed": job["seed"]}
+    return data
+
+
+def side(job: dict[str, Any]) -> dict[str, Any]:
+    """What a process of its own is asked for: a supervised start, or a run from one."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        return trained(job) if "way" in job else warmed_up(job)
+
+
+def warmed_up(job: dict[str, Any]) -> dict[str, Any]:
+    """Write the model that a seed's runs begin with."""
+    import shutil
+
+    import strop
+    from strop.config.loading import load_config
+
+    data = recipe(job)
+    warmup = data.pop("warmup")
+    data["data"] = {"train": warmup["data"]}
+    data["supervised"] = {"method": "sft", "batch_size": warmup["batch_size"]}
+    data["training"] = {"optimizer": warmup["optimizer"]}
+    data["run"]["steps"] = warmup["steps"]
+    for section in ("rewards", "rollout", "evaluation"):
+        del data[section]
+    del data["tracking"]["episodes_every"]
+    summary = strop.train(load_config(None, data=data), fresh=True)
+    Path(job["start"]).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(summary.model, job["start"])
+    return {}
+
+
+def trained(job: dict[str, Any]) -> dict[str, Any]:
+    """One run: for each evaluation its step and accuracy, and for each step what METRICS names."""
+    from strop.config.loading import load_config
+
+    way = Way(**job["way"])
+    data = recipe(job)
+    del data["warmup"]
+    data["model"] = {"path": job["start"]}
+    data["rollout"] |= {"max_staleness": way.staleness}
+    for key, value in json.loads(way.algorithm).items():
+        data.setdefault("training" if key in ("mini_batches", "epochs") else "algorithm", {})[key] = value
+    folder = asyncio.run(_run(load_config(None, data=data), oldest=way.oldest))
+    found: dict[str, list[float]] = {name: [] for name in ("step", "accuracy", *METRICS)}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        metrics = record["metrics"]
+        if record["kind"] == "train":
+            for name, key in METRICS.items():
+                if key in metrics:
+                    found[name].append(round(metrics[key], 5))
+        elif record["kind"] == "eval":
+            found["step"].append(record["step"])
+            found["accuracy"].append(metrics["eval/accuracy"])
+    if way.oldest and found["age"][way.staleness :] != [float(way.staleness)] * (len(found["age"]) - way.staleness):
+        raise RuntimeError(f"{way.name}: tokens were not all {way.staleness} versions old but {found['age']}")
+    return found
+
+
+async def _run(config: Any, *, oldest: bool) -> Path:
+    """The loop of loops/online.py; with `oldest`, each step waits for all that may be sampled ahead of it."""
+    from strop.loops.online import open_run
+
+    async with open_run(config, fresh=True) as run:
+        await run.begin()
+        while not run.done:
+            if oldest:
+                await asyncio.gather(*run.collector._tasks.values())
+            groups = await run.collect()
+            batch = await run.build_batch(groups)
+            stats = await run.update(batch)
+            run.step += 1
+            await run.publish()
+            await run.look(groups)
+            run.record(groups, batch, stats)
+            await run.evaluate_and_save_if_due()
+        await run.finish()
+        return Path(run.folder).absolute()
+
+
+def summaries(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Means over the seeds of each way, in points of per cent where it is accuracy."""
+    found: dict[str, Any] = {}
+    for name, seeds in runs.items():
+        final = [100 * run["accuracy"][-1] for run in seeds.values()]
+        found[name] = {
+            "accuracy": round(statistics.fmean(final), 2),
+            "of_seeds": [round(one, 2) for one in final],
+            "curve": [
+                round(100 * statistics.fmean(at), 2)
+                for at in zip(*(run["accuracy"] for run in seeds.values()), strict=True)
+            ],
+            "age": round(statistics.fmean(statistics.fmean(run["age"]) for run in seeds.values()), 3),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    main()
