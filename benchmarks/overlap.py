@@ -1,9 +1,9 @@
 """What sampling ahead is worth where engine and trainer each have their own place: throughput against S = 0.
 
 `sleeping`: an engine and a trainer that sleep, each for as long as the other, so that nothing competes for processors;
-the loop, windows, admission, journal, turns and records are a run's own. `real`: runs of `cluster: ray` with one trainer
-rank and one engine, each with one thread, of sizes with which sampling a window takes about as long as training it.
-There is beside them a run on the same two threads in which engine and trainer take turns (`together`).
+the loop, windows, admission, journal, turns and records are a run's own. `real`: runs of `cluster: ray` with one
+trainer rank and one engine, each with one thread, of sizes with which sampling a window takes about as long as training
+it. There is beside them a run on the same two threads in which engine and trainer take turns (`together`).
 
 What is short of twice the throughput has to be in the figures that a run gives: `bubble/trainer`, `bubble/engine`, and
 the parts of a step. With S > 0 tokens are corrected, for which the trainer looks at each batch once more (`scoring`).
@@ -20,8 +20,10 @@ import measure
 
 SIZES = {
     "sleeping": {"groups": 16, "size": 4, "tokens": 64, "prompt": 16, "width": 16, "layers": 1, "epochs": 1},
-    "real": {"groups": 16, "size": 8, "tokens": 96, "prompt": 32, "width": 256, "layers": 4, "epochs": 1},
+    "real": {"groups": 8, "size": 8, "tokens": 64, "prompt": 32, "width": 128, "layers": 2, "epochs": 1},
 }
+# Ray makes its workers nice, and the driver would go first.
+VARIABLES = {"RAY_worker_niceness": "0"}
 SMOKE = {"groups": 2, "size": 2, "tokens": 8, "prompt": 8, "width": 16, "layers": 1, "epochs": 1}
 
 
@@ -45,7 +47,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     def side(job: dict[str, Any]) -> dict[str, Any]:
         return measure.fresh_process(
-            script, [json.dumps(job)], threads=job["threads"], python_path=[script.parent], timeout=900
+            script,
+            [json.dumps(job)],
+            threads=job["threads"],
+            python_path=[script.parent],
+            variables=VARIABLES,
+            timeout=900,
         )
 
     found = measure.interleaved({name: (lambda job=job: side(job)) for name, job in cases.items()}, options.repeats)

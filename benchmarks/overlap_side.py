@@ -16,12 +16,11 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import measure
 import numpy as np
-from driver_overhead_side import IdleEngine, IdlePublisher, IdleTrainer, coin
+from driver_overhead_side import IdleEngine, IdlePublisher, IdleTrainer
 
 from strop.loops import place, run
 from strop.rollout.engine import SampleRequest, SampleResult
@@ -107,6 +106,11 @@ def problems(count: int, length: int) -> list[dict[str, str]]:
     return [{"prompt": f"{number:>{length - 1}}=", "answer": str(number)} for number in range(count)]
 
 
+def parity(completions: list[str], **columns: Any) -> list[float]:
+    """A reward that costs nothing."""
+    return [float(len(text) % 2) for text in completions]
+
+
 def recipe(job: dict[str, Any], folder: str) -> Any:
     """The job as a recipe; what it does not say is strop's default."""
     from strop.config import Config
@@ -128,7 +132,7 @@ def recipe(job: dict[str, Any], folder: str) -> Any:
                 "arguments": {"count": 2 * sizes["groups"], "length": sizes["prompt"]},
             }
         },
-        "rewards": {"verifiers": [{"kind": "python", "function": "overlap_side:coin"}]},
+        "rewards": {"verifiers": [{"kind": "python", "function": "overlap_side:parity"}]},
         "rollout": {
             "groups_per_step": sizes["groups"], "group_size": sizes["size"], "max_new_tokens": sizes["tokens"],
             "max_staleness": job["staleness"],
@@ -204,8 +208,6 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(steps(recipe(job, folder), job))
 
-
-__all__ = ["coin", "main", "problems"]
 
 if __name__ == "__main__":
     # Under its own name: Ray's processes import this module, and what they send must be of the same classes.

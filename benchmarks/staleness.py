@@ -7,8 +7,8 @@ run's own. Each of `--repeats` is another seed of the order of the prompts, of t
 seed's runs begin with the same weights. Measured: greedy accuracy on held-out sums every ten steps, and for each step
 the age of its tokens and how far sampler and trainer are apart.
 
-`--add` keeps what an earlier run measured and goes on from there; `--ways` chooses. `--try NAME=JSON` measures another
-`algorithm:` section beside, with the oldest tokens of `--try-at`.
+`--work` is a folder in which starts and ended runs stay: another call goes on there. `--ways` chooses.
+`--try NAME=JSON` measures another `algorithm:` section beside, with the oldest tokens of `--try-at`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import measure
 import staleness_plot
 
-METRICS = {
-    "age": "staleness/mean",
-    "oldest": "staleness/max",
-    "weight_max": "mismatch/weight_max",
-    "effective_share": "mismatch/effective_share",
-    "clipped_share": "mismatch/clipped_share",
-    "kl": "policies/sampler_proximal_kl",
-    "entropy": "policy/entropy",
-    "reward": "reward/mean",
-    "grad_norm": "grad_norm",
-}
+MEANS = ("staleness/mean", "mismatch/effective_share", "policies/sampler_proximal_kl", "policies/sampler_current_kl")
+"""Metrics of steps whose means are kept."""
+MOST = ("staleness/max", "mismatch/weight_max")
+"""Metrics of steps whose largest value is kept."""
+ENDED = "ended.jsonl"
 UNCORRECTED = {"correction": {"kind": "none"}}
 
 
@@ -74,56 +67,61 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, each in a process of its own")
     parser.add_argument("--ways", nargs="*", help="only these")
     parser.add_argument("--seeds", type=int, nargs="*", help="only these, in place of --repeats")
-    parser.add_argument("--add", action="store_true", help="keep what is in the file of results")
     parser.add_argument("--try", dest="tried", nargs="*", default=[], metavar="NAME=JSON")
     parser.add_argument("--try-at", type=int, nargs="*", default=[4], help="of --try")
-    parser.add_argument("--starts", type=Path, help="folder of the starts of earlier runs; a temporary one if not set")
+    parser.add_argument("--work", type=Path, help="folder of starts and ended runs; a temporary one if not set")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.side:
         measure.use_threads(options.threads)
         measure.tell(side(json.loads(options.side)))
         return {}
-    path = options.out or measure.RESULTS / "staleness.json"
-    runs: dict[str, dict[str, Any]] = json.loads(path.read_text())["numbers"]["runs"] if options.add else {}
     with tempfile.TemporaryDirectory() as folder:
-        measured(options, (options.starts or Path(folder)).absolute(), runs)
-    numbers = {"sizes": sizes(options.smoke, options.steps), "ways": summaries(runs), "runs": runs}
+        work = (options.work or Path(folder)).absolute()
+        work.mkdir(parents=True, exist_ok=True)
+        measured(options, work)
+        numbers = numbers_of(ended(work), options)
     measure.write("staleness", numbers, options)
     if not options.smoke and options.out is None:
-        staleness_plot.main([str(path)])
+        staleness_plot.main([])
     return numbers
 
 
-def measured(options: argparse.Namespace, starts: Path, runs: dict[str, dict[str, Any]]) -> None:
-    """Put each run that is wanted and not there yet into `runs`, by way and seed."""
-    seeds = options.seeds or range(1 if options.smoke else options.repeats)
-    lock = Lock()
-    shared = {"smoke": options.smoke, "steps": options.steps, "threads": options.threads}
+def ended(work: Path) -> dict[str, dict[str, Any]]:
+    """The runs that have ended in a folder, by way and seed."""
+    runs: dict[str, dict[str, Any]] = {}
+    path = work / ENDED
+    for line in path.read_text().splitlines() if path.exists() else []:
+        found = json.loads(line)
+        runs.setdefault(found.pop("way"), {})[str(found.pop("seed"))] = found
+    return runs
 
-    def ask(job: dict[str, Any]) -> dict[str, Any]:
-        text = json.dumps({**shared, **job})
-        return measure.fresh_process(
-            Path(__file__), ["--side", text, "--threads", str(options.threads)], threads=options.threads,
-            python_path=[measure.HERE],
-        )  # fmt: skip
 
-    def start(seed: int) -> None:
-        if not (starts / f"start-{seed}" / "config.json").exists():
-            ask({"start": str(starts / f"start-{seed}"), "seed": seed})
+def numbers_of(runs: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """What the file of results holds."""
+    runs = {name: dict(sorted(seeds.items())) for name, seeds in sorted(runs.items())}
+    return {"sizes": sizes(options.smoke, options.steps), "ways": summaries(runs), "runs": runs}
 
-    def run(way: Way, seed: int) -> None:
-        found = ask({"start": str(starts / f"start-{seed}"), "seed": seed, "way": asdict(way)})
-        with lock:
-            runs.setdefault(way.name, {})[str(seed)] = {"algorithm": json.loads(way.algorithm), **found}
-            print(f"{way.name}, seed {seed}: {found['accuracy'][-1]}", flush=True)
 
+def measured(options: argparse.Namespace, work: Path) -> None:
+    """Make the runs that are wanted and have not ended in the folder, a share of them in each process."""
+    seeds = options.seeds or list(range(1 if options.smoke else options.repeats))
+    runs = ended(work)
     wanted = [(way, seed) for seed in seeds for way in chosen(options) if str(seed) not in runs.get(way.name, {})]
+    shared = {"smoke": options.smoke, "steps": options.steps, "threads": options.threads, "work": str(work)}
+    starts = [{**shared, "seed": seed} for seed in seeds if not (work / f"start-{seed}" / "config.json").exists()]
+    jobs = [{**shared, "seed": seed, "way": asdict(way)} for way, seed in wanted]
+
+    def ask(share: list[dict[str, Any]]) -> None:
+        told = ["--side", json.dumps(share), "--threads", str(options.threads)]
+        measure.fresh_process(
+            Path(__file__), told, threads=options.threads, python_path=[measure.HERE], timeout=24 * 3600
+        )
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        for _ in pool.map(start, sorted({seed for _, seed in wanted})):
-            pass
-        for _ in pool.map(lambda pair: run(*pair), wanted):
-            pass
+        for all_jobs in (starts, jobs):
+            shares = [all_jobs[first :: options.jobs] for first in range(options.jobs)]
+            list(pool.map(ask, filter(None, shares)))
 
 
 def chosen(options: argparse.Namespace) -> Iterator[Way]:
@@ -163,14 +161,23 @@ def recipe(job: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def side(job: dict[str, Any]) -> dict[str, Any]:
-    """What a process of its own is asked for: a supervised start, or a run from one."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        return trained(job) if "way" in job else warmed_up(job)
+def side(jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a process of its own is asked for: supervised starts, or runs from them, each noted when it has ended."""
+    for job in jobs:
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            if "way" not in job:
+                warmed_up(job)
+                continue
+            way = Way(**job["way"])
+            found = {"way": way.name, "seed": job["seed"], "algorithm": json.loads(way.algorithm), **trained(way, job)}
+            with (Path(job["work"]) / ENDED).open("a") as notes:
+                notes.write(json.dumps(found) + "\n")
+            os.chdir(job["work"])
+    return {"ended": len(jobs)}
 
 
-def warmed_up(job: dict[str, Any]) -> dict[str, Any]:
+def warmed_up(job: dict[str, Any]) -> None:
     """Write the model that a seed's runs begin with."""
     import shutil
 
@@ -187,37 +194,39 @@ def warmed_up(job: dict[str, Any]) -> dict[str, Any]:
         del data[section]
     del data["tracking"]["episodes_every"]
     summary = strop.train(load_config(None, data=data), fresh=True)
-    Path(job["start"]).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(summary.model, job["start"])
-    return {}
+    shutil.copytree(summary.model, start_of(job))
 
 
-def trained(job: dict[str, Any]) -> dict[str, Any]:
-    """One run: for each evaluation its step and accuracy, and for each step what METRICS names."""
+def start_of(job: dict[str, Any]) -> Path:
+    """The folder of the model that a seed's runs begin with."""
+    return Path(job["work"]) / f"start-{job['seed']}"
+
+
+def trained(way: Way, job: dict[str, Any]) -> dict[str, Any]:
+    """One run: the step and the accuracy of each evaluation, the ages of its tokens by step, and what MEANS and MOST
+    name."""
     from strop.config.loading import load_config
 
-    way = Way(**job["way"])
     data = recipe(job)
     del data["warmup"]
-    data["model"] = {"path": job["start"]}
+    data["model"] = {"path": str(start_of(job))}
     data["rollout"] |= {"max_staleness": way.staleness}
     for key, value in json.loads(way.algorithm).items():
         data.setdefault("training" if key in ("mini_batches", "epochs") else "algorithm", {})[key] = value
     folder = asyncio.run(_run(load_config(None, data=data), oldest=way.oldest))
-    found: dict[str, list[float]] = {name: [] for name in ("step", "accuracy", *METRICS)}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        metrics = record["metrics"]
-        if record["kind"] == "train":
-            for name, key in METRICS.items():
-                if key in metrics:
-                    found[name].append(round(metrics[key], 5))
-        elif record["kind"] == "eval":
-            found["step"].append(record["step"])
-            found["accuracy"].append(metrics["eval/accuracy"])
-    if way.oldest and found["age"][way.staleness :] != [float(way.staleness)] * (len(found["age"]) - way.staleness):
-        raise RuntimeError(f"{way.name}: tokens were not all {way.staleness} versions old but {found['age']}")
-    return found
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["metrics"] for record in records if record["kind"] == "train"]
+    scores = [(record["step"], record["metrics"]["eval/accuracy"]) for record in records if record["kind"] == "eval"]
+    ages = [metrics["staleness/mean"] for metrics in steps]
+    if way.oldest and ages[way.staleness :] != [float(way.staleness)] * (len(ages) - way.staleness):
+        raise RuntimeError(f"{way.name}: tokens were not all {way.staleness} versions old but {ages}")
+    means = {name: statistics.fmean(m[name] for m in steps) for name in MEANS if name in steps[0]}
+    most = {name: max(m[name] for m in steps) for name in MOST}
+    return {
+        "step": [step for step, _ in scores],
+        "accuracy": [round(accuracy, 4) for _, accuracy in scores],
+        **{name: round(value, 5) for name, value in {**means, **most}.items()},
+    }
 
 
 async def _run(config: Any, *, oldest: bool) -> Path:
@@ -253,7 +262,7 @@ def summaries(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 round(100 * statistics.fmean(at), 2)
                 for at in zip(*(run["accuracy"] for run in seeds.values()), strict=True)
             ],
-            "age": round(statistics.fmean(statistics.fmean(run["age"]) for run in seeds.values()), 3),
+            "age": round(statistics.fmean(run["staleness/mean"] for run in seeds.values()), 3),
         }
     return found
 
