@@ -33,7 +33,11 @@ MEANS = ("staleness/mean", "mismatch/effective_share", "policies/sampler_proxima
 MOST = ("staleness/max", "mismatch/weight_max")
 """Metrics of steps whose largest value is kept."""
 ENDED = "ended.jsonl"
-UNCORRECTED = {"correction": {"kind": "none"}}
+BESIDE = {
+    "uncorrected": {"correction": {"kind": "none"}},
+    "weights alone": {"correction": {"kind": "truncate", "high": 2.0}},
+}
+"""What a recipe may say in place of the default, which is `weights alone` and `off_policy: 0.1`."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,10 @@ class Way:
 
 def ways() -> list[Way]:
     """Those that are measured unless others are asked for."""
-    uncorrected = json.dumps(UNCORRECTED)
     found = [Way("S=0", 0)]
     for bound in (1, 2, 4):
-        found += [
-            Way(f"S={bound}, oldest", bound, True),
-            Way(f"S={bound}, oldest, uncorrected", bound, True, uncorrected),
-            Way(f"S={bound}, usual", bound),
-        ]
+        found += [Way(f"S={bound}, oldest", bound, True), Way(f"S={bound}, usual", bound)]
+        found += [Way(f"S={bound}, oldest, {name}", bound, True, json.dumps(said)) for name, said in BESIDE.items()]
     return found
 
 
