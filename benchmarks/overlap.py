@@ -12,7 +12,9 @@ the parts of a step. With S > 0 tokens are corrected, for which the trainer look
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import measure
 
 SIZES = {
     "sleeping": {"groups": 16, "size": 4, "tokens": 64, "prompt": 16, "width": 16, "layers": 1, "epochs": 1},
-    "real": {"groups": 8, "size": 8, "tokens": 64, "prompt": 32, "width": 128, "layers": 2, "epochs": 1},
+    "real": {"groups": 8, "size": 6, "tokens": 64, "prompt": 32, "width": 128, "layers": 2, "epochs": 1},
 }
 # Ray makes its workers nice, and the driver would go first.
 VARIABLES = {"RAY_worker_niceness": "0"}
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=0.5, help="that sampling and training take, each, asleep")
     parser.add_argument("--staleness", type=int, nargs="*", default=[0, 1, 2], help="of rollout.max_staleness")
     parser.add_argument("--kinds", nargs="*", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--apart", action="store_true", help="without `together`")
     for name in ("groups", "size", "tokens", "prompt", "width", "layers", "epochs"):
         parser.add_argument(f"--{name}", type=int, help="of `real`")
     options = parser.parse_args(argv)
@@ -45,17 +48,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     cases = {name: job for kind in options.kinds for name, job in jobs(kind, sizes[kind], options).items()}
     script = Path(__file__).with_name("overlap_side.py")
 
-    def side(job: dict[str, Any]) -> dict[str, Any]:
-        return measure.fresh_process(
-            script,
-            [json.dumps(job)],
-            threads=job["threads"],
-            python_path=[script.parent],
-            variables=VARIABLES,
+    def side(name: str, job: dict[str, Any]) -> dict[str, Any]:
+        told = measure.fresh_process(
+            script, [json.dumps(job)], threads=job["threads"], python_path=[script.parent], variables=VARIABLES,
             timeout=900,
-        )
+        )  # fmt: skip
+        print(f"{name}: {told['tokens_per_second']:,.0f} tokens a second", file=sys.stderr, flush=True)
+        return told
 
-    found = measure.interleaved({name: (lambda job=job: side(job)) for name, job in cases.items()}, options.repeats)
+    found = measure.interleaved({name: partial(side, name, job) for name, job in cases.items()}, options.repeats)
     numbers = {
         "sizes": {kind: sizes[kind] for kind in options.kinds} | {"steps": options.steps, "seconds": options.seconds},
         "cases": {name: summary(repeats) for name, repeats in found.items()},
@@ -72,7 +73,7 @@ def jobs(kind: str, sizes: dict[str, int], options: Any) -> dict[str, dict[str, 
         "skipped": 1 if options.smoke else 4, "threads": options.threads, "placement": "separate",
     }  # fmt: skip
     found = {f"{kind}, S={bound}": {**shared, "staleness": bound} for bound in options.staleness}
-    if kind == "real":
+    if kind == "real" and not options.apart:
         together = {"staleness": 0, "placement": "colocated", "threads": 2 * options.threads}
         found[f"{kind}, together"] = {**shared, **together}
     return found
