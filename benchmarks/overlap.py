@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "cases": {name: summary(repeats) for name, repeats in found.items()},
         "against S = 0": against(found),
     }
-    measure.write("overlap", numbers, options)
+    alone = options.kinds[0] if len(options.kinds) == 1 else None
+    measure.write(f"overlap_{alone}" if alone else "overlap", numbers, options, script="overlap")
     return numbers
 
 

@@ -1,11 +1,11 @@
 """What old tokens cost: the quickstart's task, learned from tokens that are up to S versions old, corrected and not.
 
-In one process the engine rests while the trainer computes, so that a run which samples ahead (`usual`) trains tokens
-that are hardly old. In the `oldest` runs every step waits until all groups that may begin have been sampled, so that
-from step S on every token is exactly S versions old: the worst that `rollout.max_staleness: S` allows. All else is the
-run's own. Each of `--repeats` is another seed of the order of the prompts, of the draws and of the supervised start; a
-seed's runs begin with the same weights. Measured: greedy accuracy on held-out sums every ten steps, and for each step
-the age of its tokens and how far sampler and trainer are apart.
+A run that samples ahead in one process (`usual`) trains tokens that are younger than it may. In the `oldest` runs every
+step waits until all groups that may begin have been sampled, so that from step S on every token is exactly S versions
+old: the worst that `rollout.max_staleness: S` allows, and what a run meets whose engine is the faster side. All else is
+the run's own. Each of `--repeats` is another seed of the order of the prompts, of the draws and of the supervised
+start; a seed's runs begin with the same weights. Measured: greedy accuracy on held-out sums every ten steps, the ages
+of tokens, and how far sampler and trainer are apart.
 
 `--work` is a folder in which starts and ended runs stay: another call goes on there. `--ways` chooses.
 `--try NAME=JSON` measures another `algorithm:` section beside, with the oldest tokens of `--try-at`.

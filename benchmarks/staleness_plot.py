@@ -18,7 +18,7 @@ import measure
 TARGET = measure.ROOT / "docs" / "staleness.svg"
 COLOURS = {0: "#1b1b1b", 1: "#0072b2", 2: "#009e73", 4: "#d55e00"}
 GREY, FAINT = "#555555", "#dddddd"
-WIDTH, HEIGHT = 860, 380
+WIDTH, HEIGHT = 910, 380
 FONT = "font-family='sans-serif' font-size='12'"
 
 
@@ -101,14 +101,14 @@ def curves(
     x = 60.0
     for bound in bounds:
         found += [line([(x, 355), (x + 22, 355)], COLOURS[bound], 2), text(x + 27, 359, f"S = {bound}", "start")]
-        x += 76
+        x += 68
     found += [line([(x, 355), (x + 22, 355)], GREY, 2, "5 4"), text(x + 27, 359, "uncorrected", "start")]
     return found
 
 
 def ends(ways: dict[str, Any], bounds: list[int], span: tuple[int, int], grid: list[int]) -> list[str]:
     """The right panel."""
-    panel = Panel(480, 40, 340, 250, (-0.6, len(bounds) - 0.4), span)
+    panel = Panel(480, 40, 400, 250, (-0.6, len(bounds) - 0.4), span)
     marks = {float(at): str(bound) for at, bound in enumerate(bounds)}
     found = panel.axes(marks, grid, "Held-out accuracy at the end", "S = rollout.max_staleness")
     kinds = (
@@ -125,10 +125,10 @@ def ends(ways: dict[str, Any], bounds: list[int], span: tuple[int, int], grid: l
             seeds = ways[name]["of_seeds"]
             found.append(line([panel.at(at + shift, min(seeds)), panel.at(at + shift, max(seeds))], shown, 1.5))
             found.append(dot(*panel.at(at + shift, ways[name]["accuracy"]), shown, filled=filled))
-    x = 470.0
+    x = 480.0
     for _, words, _, colour, filled in kinds:
         found += [dot(x, 355, colour, filled=filled), text(x + 9, 359, words, "start")]
-        x += 30 + 6.1 * len(words)
+        x += 27 + 5.7 * len(words)
     return found
 
 

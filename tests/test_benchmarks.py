@@ -123,7 +123,7 @@ def test_sandboxes_are_timed(tmp_path: Path) -> None:
 
 
 def test_sampling_ahead_is_timed_against_taking_turns(tmp_path: Path) -> None:
-    numbers = smoke("overlap", tmp_path / "r.json", "--kinds", "sleeping")
+    numbers = smoke("overlap", tmp_path / "r.json", "--kinds", "sleeping", results="overlap_sleeping")
     assert set(numbers["cases"]) == {"sleeping, S=0", "sleeping, S=1"}
     for name, case in numbers["cases"].items():
         assert case["staleness/max"] == int(name[-1])
