@@ -139,10 +139,10 @@ def test_sampling_ahead_is_timed_against_taking_turns(tmp_path: Path) -> None:
 def test_old_tokens_are_as_old_as_they_are_said_to_be_and_are_drawn(tmp_path: Path) -> None:
     work = tmp_path / "work"
     numbers = smoke("staleness", tmp_path / "r.json", "--work", str(work))
-    ways = {"S=0", "S=1, oldest", "S=1, oldest, uncorrected", "S=1, usual"}
+    ways = {"S=0", "S=1, oldest", "S=1, oldest, uncorrected", "S=1, oldest, weights alone", "S=1, usual"}
     assert set(numbers["runs"]) == ways
     # Three steps: nothing is older than the first of them when that is trained.
-    assert [numbers["ways"][way]["age"] for way in sorted(ways)][:3] == [0.0, 0.667, 0.667]
+    assert [numbers["ways"][way]["age"] for way in sorted(ways)][:4] == [0.0, 0.667, 0.667, 0.667]
     assert numbers["runs"]["S=1, oldest, uncorrected"]["0"]["algorithm"] == {"correction": {"kind": "none"}}
     # All begin with the same weights.
     assert len({way["curve"][0] for way in numbers["ways"].values()}) == 1
