@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -120,6 +121,39 @@ def test_sandboxes_are_timed(tmp_path: Path) -> None:
         assert 0 < spread["least"] <= spread["median"] <= spread["p95"] <= spread["largest"]
     assert numbers["latency_ms"]["ten_ms"]["least"] > 10
     assert numbers["throughput"]["jobs_per_second"] > 0
+
+
+def test_sampling_ahead_is_timed_against_taking_turns(tmp_path: Path) -> None:
+    numbers = smoke("overlap", tmp_path / "r.json", "--kinds", "sleeping", results="overlap_sleeping")
+    assert set(numbers["cases"]) == {"sleeping, S=0", "sleeping, S=1"}
+    for name, case in numbers["cases"].items():
+        assert case["staleness/max"] == int(name[-1])
+        assert sum(case["seconds"].values()) == pytest.approx(case["seconds_of_a_step"], abs=1e-3)
+        assert case["seconds"]["training"] >= numbers["sizes"]["seconds"]
+    waited = [case["seconds"]["waited for the window"] for case in numbers["cases"].values()]
+    assert waited[1] < waited[0]
+    [ratio] = numbers["against S = 0"]["sleeping, S=1"]["repeats"]
+    [turns], [ahead] = (case["repeats"] for case in numbers["cases"].values())
+    assert ratio == pytest.approx(ahead / turns, abs=2e-3)
+
+
+def test_old_tokens_are_as_old_as_they_are_said_to_be_and_are_drawn(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    numbers = smoke("staleness", tmp_path / "r.json", "--work", str(work))
+    ways = {"S=0", "S=1, oldest", "S=1, oldest, uncorrected", "S=1, oldest, weights alone", "S=1, usual"}
+    assert set(numbers["runs"]) == ways
+    # Three steps: nothing is older than the first of them when that is trained.
+    assert [numbers["ways"][way]["age"] for way in sorted(ways)][:4] == [0.0, 0.667, 0.667, 0.667]
+    assert numbers["runs"]["S=1, oldest, uncorrected"]["0"]["algorithm"] == {"correction": {"kind": "none"}}
+    # All begin with the same weights.
+    assert len({way["curve"][0] for way in numbers["ways"].values()}) == 1
+    # What has ended is not made again.
+    before = (work / "ended.jsonl").read_text()
+    assert smoke("staleness", tmp_path / "again.json", "--work", str(work)) == numbers
+    assert (work / "ended.jsonl").read_text() == before
+    page = module("staleness_plot").main([str(tmp_path / "r.json"), "--out", str(tmp_path / "plot.svg")]).read_text()
+    root = ElementTree.fromstring(page)
+    assert len(root.findall("{http://www.w3.org/2000/svg}circle")) >= 4
 
 
 def test_a_curriculum_is_compared_with_dynamic_sampling(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ HOOKS = ("advantages", "loss", "denominators", "reduce")
 DEFAULT_BOUND = 2.0
 """What the weights of `truncate` are bounded by where a recipe trains tokens of older weights and says nothing of
 corrections."""
+DEFAULT_OFF_POLICY = 0.1
+"""There also: from how many nats a token on sequences that are to become less likely, and have, are left alone."""
 NOT_CHOICES = ("name", "dialect", "arguments", "teacher", "teachers")
 
 
@@ -140,7 +142,7 @@ def _built_in_form(kind: Any, config: Config) -> Any:
         algorithm = build()
         # One that makes no sense without the sampler's log-probabilities weighs tokens by them itself.
         if config.rollout.off_policy and unsaid and algorithm.correction is None and not algorithm.needs_sampler:
-            algorithm = build(correction="truncate", correction_high=DEFAULT_BOUND)
+            algorithm = build(correction="truncate", correction_high=DEFAULT_BOUND, **_off_policy(algorithm))
     except (ValueError, TypeError) as error:
         raise _problem(str(error), where="algorithm") from None
     if algorithm.needs_group and config.rollout.group_size < 2:
@@ -151,6 +153,11 @@ def _built_in_form(kind: Any, config: Config) -> Any:
             mend="set rollout.group_size to 2 or more (8 is usual), or algorithm.name to reinforce",
         )
     return algorithm
+
+
+def _off_policy(algorithm: Any) -> dict[str, float]:
+    """Not where the loss has no use for advantages."""
+    return {} if "correction_off_policy" in algorithm.fixed else {"correction_off_policy": DEFAULT_OFF_POLICY}
 
 
 def choices_of(settings: AlgorithmSettings) -> dict[str, Any]:
