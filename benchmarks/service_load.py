@@ -1,10 +1,10 @@
 """How much slower a run trains while 50 clients read from the service that started it.
 
-One run of the quickstart with a quarter of its groups, one service, one process of clients. Clients are there and gone in turn, some seconds each,
-while the run goes on; the steps that lie wholly within such a time are counted from the times in `metrics.jsonl`. Each
-client keeps an event stream open and asks every five seconds for the run, its newest metrics and the list of jobs. The
-clients share the processor with the run and the service, which they would not do elsewhere; they are at the lowest
-priority, and their processor time is told beside that of the service.
+One run of the quickstart with a quarter of its groups, one service, one process of clients. Clients are there and
+gone in turn, some seconds each, while the run goes on; the steps that lie wholly within such a time are counted from
+the times in `metrics.jsonl`. Each client keeps an event stream open and asks every five seconds for the run, its
+newest metrics and the list of jobs. The clients share the processor with the run and the service, which they would
+not do elsewhere; they are at the lowest priority, and their processor time is told beside that of the service.
 """
 
 from __future__ import annotations

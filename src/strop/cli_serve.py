@@ -60,7 +60,7 @@ def start(
     Examples:
       strop serve token add alice --role operator      prints a token, once
       strop serve                                      on 127.0.0.1:8420, the runs in runs/
-      strop serve --host 0.0.0.0 --certificate cert.pem --key key.pem --name strop.example.org
+      strop serve --host 0.0.0.0 --certificate cert.pem --key key.pem --name train.example.org
       strop serve audit verify
     """
     if ctx.invoked_subcommand is not None:
