@@ -129,6 +129,7 @@ class Streams:
         self._open = 0
         self._states: dict[str, tuple[float, JobState, str]] = {}
         self._ends: dict[str, tuple[float, str]] = {}
+        self._written: dict[tuple[str, str, str], str] = {}
 
     def follow(self, job: Job, after: str) -> AsyncIterator[str]:
         """Events of a job, from behind an event on. Raises Refusal when too many are open."""
@@ -147,10 +148,8 @@ class Streams:
                     yield _event("job", text)
                     shown, quiet = text, 0.0
                 while found := self._metrics(job.name, after, all=state in ENDED):
-                    for event, behind in found:
-                        yield event
-                        after = behind
-                    quiet = 0.0
+                    yield found[0]
+                    after, quiet = found[1], 0.0
                 if state in ENDED:
                     yield _event("end", json.dumps({"state": state.value}))
                     return
@@ -164,6 +163,7 @@ class Streams:
             if not self._open:
                 self._states.clear()
                 self._ends.clear()
+                self._written.clear()
 
     def _state(self, job: str) -> tuple[JobState, str]:
         """The state of a job, and all of it as JSON."""
@@ -173,19 +173,30 @@ class Streams:
             seen = self._states[job] = (time.monotonic(), now.state, JobView.of(now).model_dump_json())
         return seen[1], seen[2]
 
-    def _metrics(self, run: str, after: str, *, all: bool) -> list[tuple[str, str]]:
-        """Events of the next lines, each with where to go on. all: look even if another stream has just done so."""
+    def _metrics(self, run: str, after: str, *, all: bool) -> tuple[str, str] | None:
+        """The events of the next lines, written once for all streams, and where to go on; None if there are none.
+
+        Args:
+            all: look even if another stream has just done so.
+        """
         seen = self._ends.get(run)
         if not all and seen is not None and seen[1] == after and not self._old(seen[0]):
-            return []
+            return None
         try:
             found = self._runs.metrics(run, after)
         except NotServed:
-            return []
+            return None
         self._ends[run] = (time.monotonic(), found.next)
-        events = [(_event("restarted", "{}"), "")] if found.restarted else []
-        pairs = zip(found.lines, found.behind, strict=True)
-        return events + [(_event("metrics", line.decode(), at), at) for line, at in pairs]
+        if not found.lines:
+            return (_event("restarted", "{}"), "") if found.restarted else None
+        key = (run, after, found.next)
+        if key not in self._written:
+            pairs = zip(found.lines, found.behind, strict=True)
+            events = [_event("metrics", line.decode(), at) for line, at in pairs]
+            self._written[key] = "".join([_event("restarted", "{}") if found.restarted else "", *events])
+            while len(self._written) > 64:
+                self._written.pop(next(iter(self._written)))
+        return self._written[key], found.next
 
     def _old(self, when: float) -> bool:
         return time.monotonic() - when > 0.8 * self._every
