@@ -1,10 +1,10 @@
 """How much slower a run trains while 50 clients read from the service that started it.
 
-One run of the quickstart, one service, one process of clients. Clients are there and gone in turn, some seconds each,
-while the run goes on; the steps that lie wholly within such a time are counted from the times in `metrics.jsonl`. Each
-client keeps an event stream open and asks every two seconds for the run, its newest metrics and the list of jobs. The
-clients share the processor with the run and the service, which they would not do elsewhere; they are at the lowest
-priority, and their processor time is told beside that of the service.
+One run of the quickstart with a quarter of its groups, one service, one process of clients. Clients are there and
+gone in turn, some seconds each, while the run goes on; the steps that lie wholly within such a time are counted from
+the times in `metrics.jsonl`. Each client keeps an event stream open and asks every five seconds for the run, its
+newest metrics and the list of jobs. The clients share the processor with the run and the service, which they would
+not do elsewhere; they are at the lowest priority, and their processor time is told beside that of the service.
 """
 
 from __future__ import annotations
@@ -23,30 +23,37 @@ from typing import Any
 
 import measure
 
-EVERY = 2.0
+EVERY = 5.0
 """Seconds between a client's questions."""
 SETTLE = 1.0
 """Seconds at the beginning of each time that are not counted: clients come and go."""
 
 
-async def client(port: int, token: str, job: str, run: str, number: int, counts: dict[str, int]) -> None:
-    """One reader, until it is cancelled: a stream, and questions over one connection that stays open."""
+async def client(
+    port: int, token: str, job: str, run: str, number: int, counts: dict[str, int], behind: dict[int, str]
+) -> None:
+    """One reader, until it is cancelled: a stream, which goes on behind what was seen before, and questions over one
+    connection that stays open."""
 
-    def head(path: str, connection: str) -> bytes:
+    def head(path: str, connection: str, *more: str) -> bytes:
         lines = (
             f"GET {path} HTTP/1.1",
             "Host: localhost",
             f"Authorization: Bearer {token}",
             f"Connection: {connection}",
         )
-        return "\r\n".join([*lines, "", ""]).encode()
+        return "\r\n".join([*lines, *more, "", ""]).encode()
 
     async def follow() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head(f"/api/v1/jobs/{job}/events", "close"))
+        more = [f"Last-Event-ID: {behind[number]}"] if number in behind else []
+        writer.write(head(f"/api/v1/jobs/{job}/events", "close", *more))
         try:
             while data := await reader.read(65536):
                 counts["events"] += data.count(b"event: ")
+                at = data.rfind(b"\nid: ")
+                if at >= 0 and (end := data.find(b"\n", at + 5)) >= 0:
+                    behind[number] = data[at + 5 : end].decode()
         finally:
             writer.close()
 
@@ -76,9 +83,10 @@ async def clients(port: int, token: str, job: str, run: str, number: int) -> Non
     os.nice(19)
     counts = {"events": 0, "answers": 0, "refused": 0}
     there: list[asyncio.Task[None]] = []
+    behind: dict[int, str] = {}
     while line := await asyncio.to_thread(sys.stdin.readline):
         if line.strip() == "on":
-            there = [asyncio.create_task(client(port, token, job, run, n, counts)) for n in range(number)]
+            there = [asyncio.create_task(client(port, token, job, run, n, counts, behind)) for n in range(number)]
         else:
             failed = [task for task in there if task.done()]
             for task in there:
@@ -168,6 +176,7 @@ def _begun(reader: Any, options: Any) -> dict[str, Any]:
 
     overrides = [
         *("run.steps=1000000", "evaluation.every=0", "checkpoint.every=1000000", "warmup.steps=5"),
+        "rollout.groups_per_step=16",
         *(f"hardware.threads={options.threads}", "data.eval.arguments.count=20"),
     ]
     if options.smoke:

@@ -15,7 +15,7 @@ from strop.paths import user_path
 if TYPE_CHECKING:
     from strop.serve.api.access import Tokens
 
-serve = typer.Typer(rich_markup_mode=None, help="A service over HTTP: submit recipes, follow runs, sample.")
+serve = typer.Typer(rich_markup_mode=None)
 token = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Who may use the service.")
 audit = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What was done and refused.")
 serve.add_typer(token, name="token")
@@ -54,13 +54,13 @@ def start(
     nice: Annotated[int, typer.Option(min=0, max=19, help="How far the service gives way to training.")] = 15,
     debug: Debug = False,
 ) -> None:
-    """Serve a folder of runs, or administrate its tokens and audit log.
+    """A service over HTTP: submit recipes, follow runs, sample.
 
     \b
     Examples:
       strop serve token add alice --role operator      prints a token, once
       strop serve                                      on 127.0.0.1:8420, the runs in runs/
-      strop serve --host 0.0.0.0 --certificate cert.pem --key key.pem --name strop.example.org
+      strop serve --host 0.0.0.0 --certificate cert.pem --key key.pem --name train.example.org
       strop serve audit verify
     """
     if ctx.invoked_subcommand is not None:

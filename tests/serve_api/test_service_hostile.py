@@ -179,7 +179,7 @@ def test_a_recipe_of_an_operator_is_refused(attacked: AtHand, what: str) -> None
     answer = attacked.operator("POST", "/api/v1/jobs", content=body, headers={"content-type": "application/json"})
     assert time.monotonic() - began < 10
     refused(attacked, answer, 403 if what in RECIPES else 422, lines=lines)
-    assert attacked.service.jobs.store.list() == []
+    assert attacked.service.jobs.store.newest() == []
     assert list((attacked.root / ".service" / "jobs").iterdir()) == []
     assert attacked.audit()[-1]["actor"] == "the-operator"
 
@@ -314,7 +314,7 @@ def test_a_body_is_refused(attacked: AtHand, what: str) -> None:
     answer = attacked.operator("POST", "/api/v1/jobs", **body)
     refused(attacked, answer, status, *([400] if "JSON" in what else []), lines=lines)
     assert "set-cookie" not in answer.headers
-    assert attacked.service.jobs.store.list() == []
+    assert attacked.service.jobs.store.newest() == []
 
 
 TOKENS = {

@@ -81,7 +81,7 @@ def test_a_route_is_for_its_roles(
         assert there.admin("POST", f"/api/v1/jobs/{job}/stop").status_code == 200
     if "{version}" in path:
         there.service.registry().add(there.root / "done", "sums", checkpoint="step-000003", by="me")
-    before = there.service.jobs.store.list(), there.service.registry().list()
+    before = there.service.jobs.store.newest(), there.service.registry().list()
     where = path.format(job=job, run="done", path="metrics.jsonl", name="sums", version=1)
     body = BODIES.get(path) or ({"recipe": quickstart, "name": "another"} if path.endswith("/jobs") else None)
     answer = caller(method, where, **({"json": body} if method == "POST" and body else {}))
@@ -92,7 +92,7 @@ def test_a_route_is_for_its_roles(
         return
     assert answer.status_code == (401 if who is None else 403)
     assert set(answer.json()) == {"what", "where", "mend"}
-    assert (there.service.jobs.store.list(), there.service.registry().list()) == before
+    assert (there.service.jobs.store.newest(), there.service.registry().list()) == before
     last = there.audit()[-1]
     assert (last["outcome"], last["status"], last["request"]) == ("refused", answer.status_code, f"{method} {where}")
     assert last["actor"] == ("anonymous" if who is None else f"the-{who}")

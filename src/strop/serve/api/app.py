@@ -66,7 +66,7 @@ class Service:
             self._own(app),
         ):
             app.include_router(router)
-        app.add_middleware(Gate, settings=self.settings, tokens=self.tokens, audit=self.audit)  # type: ignore[arg-type]
+        app.add_middleware(Gate, settings=self.settings, tokens=self.tokens, audit=self.audit)
         for kind in (UserError, NotServed, Refusal, RequestValidationError, HTTPException):
             app.add_exception_handler(kind, _answer)
         return app
@@ -84,7 +84,7 @@ class Service:
             return JSONResponse(app.openapi())
 
         @router.way("GET", "/api/v1/me", Role.viewer)
-        def me(caller: Asking) -> CallerView:
+        async def me(caller: Asking) -> CallerView:
             """Who the token is of, and its role."""
             return CallerView(name=caller.name, role=caller.role.value, token=caller.token)
 

@@ -89,7 +89,7 @@ class AuditLog:
                     os.fsync(handle)
                 finally:
                     os.close(handle)
-                self._set_head(Head(head.number + 1, line["hash"]))
+                self._set_head(Head(head.number + 1, str(line["hash"])))
         except OSError as error:
             raise AuditError(f"the audit log cannot be written: {error.strerror}", where=str(self.path)) from error
 

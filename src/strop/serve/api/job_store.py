@@ -103,7 +103,7 @@ class JobStore:
             raise KeyError(job)
         return _job(row)
 
-    def list(self, *, state: JobState | None = None, limit: int = 1000, offset: int = 0) -> list[Job]:
+    def newest(self, *, state: JobState | None = None, limit: int = 1000, offset: int = 0) -> list[Job]:
         """Jobs, newest first."""
         rows = self._database.rows(
             "SELECT * FROM jobs WHERE ? IS NULL OR state = ? ORDER BY created DESC, id LIMIT ? OFFSET ?",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -56,16 +57,16 @@ def jobs_router(jobs: Jobs, runs: Runs, *, streams: int) -> Router:
         return JobView.of(job)
 
     @router.way("GET", "", Role.viewer)
-    def jobs_there_are(
+    async def jobs_there_are(
         state: JobState | None = None,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
     ) -> list[JobView]:
         """Jobs, newest first."""
-        return [JobView.of(job) for job in jobs.store.list(state=state, limit=limit, offset=offset)]
+        return [JobView.of(job) for job in jobs.store.newest(state=state, limit=limit, offset=offset)]
 
     @router.way("GET", "/{job}", Role.viewer)
-    def one_job(job: str) -> JobView:
+    async def one_job(job: str) -> JobView:
         """One job."""
         return JobView.of(found(job))
 
@@ -121,11 +122,14 @@ def jobs_router(jobs: Jobs, runs: Runs, *, streams: int) -> Router:
 
 
 class Streams:
-    """Streams of events. All of one run read its metrics once."""
+    """Streams of events. What one has looked at, the others do not look at again within the same second."""
 
     def __init__(self, jobs: Jobs, runs: Runs, *, limit: int, every: float = 1.0) -> None:
         self._jobs, self._runs, self._limit, self._every = jobs, runs, limit, every
         self._open = 0
+        self._states: dict[str, tuple[float, JobState, str]] = {}
+        self._ends: dict[str, tuple[float, str]] = {}
+        self._written: dict[tuple[str, str, str], str] = {}
 
     def follow(self, job: Job, after: str) -> AsyncIterator[str]:
         """Events of a job, from behind an event on. Raises Refusal when too many are open."""
@@ -139,17 +143,15 @@ class Streams:
             shown, quiet = "", 0.0
             while True:
                 # The state first: what was logged before a job ended is sent before its end.
-                now = self._jobs.of(job.id)
-                text = JobView.of(now).model_dump_json()
+                state, text = self._state(job.id)
                 if text != shown:
                     yield _event("job", text)
                     shown, quiet = text, 0.0
-                while found := self._metrics(job.name, after):
-                    for event, after in found:  # noqa: B007
-                        yield event
-                    quiet = 0.0
-                if now.state in ENDED:
-                    yield _event("end", json.dumps({"state": now.state.value}))
+                while found := self._metrics(job.name, after, all=state in ENDED):
+                    yield found[0]
+                    after, quiet = found[1], 0.0
+                if state in ENDED:
+                    yield _event("end", json.dumps({"state": state.value}))
                     return
                 await asyncio.sleep(self._every)
                 quiet += self._every
@@ -158,15 +160,46 @@ class Streams:
                     quiet = 0.0
         finally:
             self._open -= 1
+            if not self._open:
+                self._states.clear()
+                self._ends.clear()
+                self._written.clear()
 
-    def _metrics(self, run: str, after: str) -> list[tuple[str, str]]:
+    def _state(self, job: str) -> tuple[JobState, str]:
+        """The state of a job, and all of it as JSON."""
+        seen = self._states.get(job)
+        if seen is None or self._old(seen[0]):
+            now = self._jobs.of(job)
+            seen = self._states[job] = (time.monotonic(), now.state, JobView.of(now).model_dump_json())
+        return seen[1], seen[2]
+
+    def _metrics(self, run: str, after: str, *, all: bool) -> tuple[str, str] | None:
+        """The events of the next lines, written once for all streams, and where to go on; None if there are none.
+
+        Args:
+            all: look even if another stream has just done so.
+        """
+        seen = self._ends.get(run)
+        if not all and seen is not None and seen[1] == after and not self._old(seen[0]):
+            return None
         try:
             found = self._runs.metrics(run, after)
         except NotServed:
-            return []
-        events = [(_event("restarted", "{}"), "")] if found.restarted else []
-        pairs = zip(found.lines, found.behind, strict=True)
-        return events + [(_event("metrics", line.decode(), at), at) for line, at in pairs]
+            return None
+        self._ends[run] = (time.monotonic(), found.next)
+        if not found.lines:
+            return (_event("restarted", "{}"), "") if found.restarted else None
+        key = (run, after, found.next)
+        if key not in self._written:
+            pairs = zip(found.lines, found.behind, strict=True)
+            events = [_event("metrics", line.decode(), at) for line, at in pairs]
+            self._written[key] = "".join([_event("restarted", "{}") if found.restarted else "", *events])
+            while len(self._written) > 64:
+                self._written.pop(next(iter(self._written)))
+        return self._written[key], found.next
+
+    def _old(self, when: float) -> bool:
+        return time.monotonic() - when > 0.8 * self._every
 
 
 def _event(name: str, data: str, at: str = "") -> str:

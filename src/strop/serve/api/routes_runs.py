@@ -31,7 +31,7 @@ _FILE: dict[int | str, Any] = {
 
 
 def runs_router(runs: Runs) -> Router:
-    """Routes below `/api/v1/runs`."""
+    """Routes below `/api/v1/runs`. What only looks at small files does so at once: a thread would cost more."""
     router = Router(prefix="/api/v1/runs", tags=["runs"])
 
     @router.way("GET", "", Role.viewer)
@@ -46,12 +46,12 @@ def runs_router(runs: Runs) -> Router:
         return sorted(found, key=lambda run: run.created, reverse=True)
 
     @router.way("GET", "/{run}", Role.viewer)
-    def one_run(run: str) -> RunView:
+    async def one_run(run: str) -> RunView:
         """One run."""
         return RunView(**runs.view(run))
 
     @router.way("GET", "/{run}/metrics", Role.viewer, response_model=MetricsView)
-    def metrics(run: str, after: Annotated[str, Query(max_length=64)] = "") -> Response:
+    async def metrics(run: str, after: Annotated[str, Query(max_length=64)] = "") -> Response:
         """Lines of a run's metrics, from the beginning or behind `next` of the answer before."""
         return Response(runs.metrics(run, after).json(), media_type="application/json")
 

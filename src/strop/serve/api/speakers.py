@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class Speaker:
             await self.close()
             raise Refusal(503, f"the model did not load within {START:.0f} seconds") from None
 
-    async def ask(self, request: Mapping[str, Any]) -> AsyncIterator[Piece]:
+    async def ask(self, request: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:
         """The answer to a request, piece by piece. One that nobody listens to any more is cancelled.
 
         Raises:
@@ -155,7 +155,7 @@ class Speakers:
         self._starting = asyncio.Lock()
         self._under_way = 0
 
-    async def ask(self, folder: Path, request: Mapping[str, Any]) -> AsyncIterator[Piece]:
+    async def ask(self, folder: Path, request: Mapping[str, Any]) -> AsyncGenerator[Piece, None]:
         """The answer of a model to a request, piece by piece; see `Speaker.ask`."""
         if self._under_way >= AT_ONCE:
             raise Refusal(429, "too many answers are under way", **{"retry-after": "5"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -47,8 +47,8 @@ class Router(APIRouter):
         )
 
 
-def _needs(role: Role) -> Callable[[Request], None]:
-    def check(request: Request) -> None:
+def _needs(role: Role) -> Callable[[Request], Awaitable[None]]:
+    async def check(request: Request) -> None:
         found = getattr(request.state, CALLER, None)
         if found is None:
             raise Refusal(401, "no token that is accepted")
@@ -58,7 +58,7 @@ def _needs(role: Role) -> Callable[[Request], None]:
     return check
 
 
-def _caller(request: Request) -> Caller:
+async def _caller(request: Request) -> Caller:
     found: Caller = getattr(request.state, CALLER)
     return found
 
