@@ -97,6 +97,10 @@ class IdlePublisher:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
+    @asynccontextmanager
+    async def updating(self, version: int) -> AsyncIterator[None]:
+        yield
+
     async def publish(self, trainer: Any, *, version: int) -> dict[str, float]:
         await self._engine.update_weights(WeightUpdate(version))
         return {}

@@ -35,7 +35,7 @@ class Case:
     rank: int = 0
     recompute: bool | str = False
     compiled: bool = True
-    chunk: int = 1024
+    chunk: int = 4096
     budget: int = 16384
 
 
@@ -43,7 +43,7 @@ CASES = {
     "RL, all weights": Case(recompute=True),
     "RL, all weights, plain blocks": Case(recompute=True, compiled=False),
     "RL, all weights, attention kept": Case(recompute="keep_attention"),
-    "RL, all weights, nothing recomputed": Case(chunk=2048),
+    "RL, all weights, nothing recomputed": Case(),
     "RL, LoRA": Case(rank=16, recompute=True),
     "RL, LoRA, attention kept": Case(rank=16, recompute="keep_attention"),
     "SFT, 8192": Case(objective="sft", length=8192, streams=16, budget=8192),

@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import import_module
@@ -602,8 +603,34 @@ def test_cases_of_an_earlier_run_of_the_trainer_are_kept(tmp_path: Path) -> None
     assert all(case["tokens_per_second"] > 0 for case in cases.values())
 
 
+def test_the_viewer_opens_a_long_run_as_a_short_one(tmp_path: Path) -> None:
+    if shutil.which("chromium") is None:
+        pytest.skip("NO BROWSER: the viewer was NOT measured; install one with `apt-get install chromium`")
+    numbers = smoke("viewer", tmp_path / "r.json")
+    for side in ("long", "short"):
+        found = numbers[side]
+        assert 0 < found["open_overview_seconds"] < 60
+        assert found["poll_overview_bytes"] == 0
+        assert 0 < found["poll_nothing_new_bytes"] < found["poll_one_step_bytes"] < 1000
+        assert found["scroll_steps_frame_ms"] > 0
+    # 30 steps, of which those that are not seen are not there.
+    assert 10 < numbers["long"]["steps_rows_in_page"] < 30
+
+
 def test_the_readme_has_the_command_of_each_script() -> None:
     readme = (FOLDER / "README.md").read_text()
     scripts = [path.name for path in FOLDER.glob("*.py") if "measure.arguments(" in path.read_text()]
     assert len(scripts) >= 4
     assert [name for name in scripts if f"`python benchmarks/{name}`" not in readme] == []
+
+
+@pytest.mark.slow
+def test_a_service_is_read_while_a_run_trains(tmp_path: Path) -> None:
+    numbers = smoke("service_load", tmp_path / "r.json")
+    assert numbers["clients"] == 5
+    assert numbers["answers"] > 0
+    assert numbers["events"] > 0
+    assert (numbers["refused"], numbers["failed"]) == (0, 0)
+    [alone], [read] = numbers["steps_per_second"].values()
+    assert numbers["slower"] == [pytest.approx(1 - read / alone)]
+    assert 0 < numbers["processor_share"]["service"] < 2

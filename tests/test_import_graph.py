@@ -28,14 +28,18 @@ MAY_IMPORT = {
     "tracking": {"config"},
     "planning": {"config"},
     "cluster": {"config", "rollout"},
+    "serve": {"config", "tracking"},
 }
 LOOPS = {"loops": set(MAY_IMPORT)}
-COMMANDS = ("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_rollouts")
+COMMANDS = (
+    *("cli", "cli_algorithms", "cli_cluster", "cli_launch", "cli_options", "cli_registry", "cli_rollouts"),
+    *("cli_serve", "cli_view"),
+)
 ENTRANCES = {name: {*MAY_IMPORT, "loops", *COMMANDS} for name in ("__init__", "__main__", *COMMANDS)}
 TABLE: dict[str, set[str]] = {**MAY_IMPORT, **LOOPS, **ENTRANCES, "errors": set(), "paths": set()}
 KNOW_NOTHING = {"algorithms", "errors", "paths"}
 """Rooms that may not even import `strop.errors` and `strop.paths`, which every other room may."""
-WITHOUT_TORCH = {"config", "data", "rewards", "environments", "errors", "paths", "sandbox"}
+WITHOUT_TORCH = {"config", "data", "rewards", "environments", "errors", "paths", "sandbox", "serve"}
 
 
 def room_of(path: Path) -> str:

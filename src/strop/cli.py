@@ -25,7 +25,10 @@ from strop.cli_options import (
     run_or_recipe,
     step_asked,
 )
+from strop.cli_registry import registry, seal
 from strop.cli_rollouts import replay, rollout
+from strop.cli_serve import report, serve
+from strop.cli_view import view
 from strop.errors import StropError, UserError
 
 if TYPE_CHECKING:
@@ -100,6 +103,9 @@ app.add_typer(config, name="config")
 app.add_typer(algorithms, name="algorithms")
 app.add_typer(launch, name="launch")
 app.add_typer(cluster, name="cluster")
+app.add_typer(serve, name="serve")
+app.add_typer(registry, name="registry")
+app.add_typer(seal, name="seal")
 
 
 @app.callback()
@@ -116,10 +122,12 @@ def _strop(
       strop train recipes/quickstart.yaml              train; the same command again goes on where it stopped
       strop train recipes/quickstart.yaml run.steps=20 run.seed=1
       strop runs list                                  what ran
+      strop view                                       the same in a browser, live
       strop sample runs/quickstart                     talk to what came out
       strop export runs/quickstart --out FOLDER        take the model out of the run
       strop rollout runs/quickstart --out FILE.jsonl   completions in a file, to read or to train on
       strop launch slurm RECIPE --nodes 4              the job that trains on a cluster; also ray, kubernetes
+      strop serve                                      submit and follow runs over HTTP
       strop teach recipes/distill-tiny.yaml --out FILE keep what teachers say of a recipe's data
     Find out:
       strop config explain rollout                     what the keys of a section do
@@ -176,6 +184,7 @@ def teach(
 
     \b
     Examples:
+      strop serve                                      submit and follow runs over HTTP
       strop teach recipes/distill-tiny.yaml --out targets.parquet
       strop train recipes/distill-tiny.yaml supervised.targets=targets.parquet
     """
@@ -260,6 +269,8 @@ def sample(
 
 app.command()(rollout)
 app.command()(replay)
+app.command()(view)
+app.command()(report)
 
 
 class _Dtype(StrEnum):

@@ -67,7 +67,7 @@ def steps_of(run: Path) -> list[tuple[str, int, dict[str, Any]]]:
         kept = {
             name: value
             for name, value in record["metrics"].items()
-            if not name.startswith(("time/", "throughput/", "bubble/", "memory/"))
+            if not name.startswith(("time/", "throughput/", "memory/", "bubble/"))
         }
         found.append((record["kind"], record["step"], kept))
     return found

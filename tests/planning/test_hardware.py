@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strop.config import Config
 from strop.errors import UserError
 from strop.planning import hardware
-from strop.planning.hardware import GIB, Hardware, activation_bytes, choose_hardware, choose_sizes
+from strop.planning.hardware import GIB, Hardware, activation_bytes, choose_chunk, choose_hardware, choose_sizes
 
 
 def config_of(**sections: Any) -> Config:
@@ -33,6 +33,7 @@ class Shape:
     def __init__(self, layers: int = 30, hidden: int = 576, heads: int = 9, shared: int = 3, inner: int = 1536) -> None:
         self.num_hidden_layers, self.hidden_size = layers, hidden
         self.num_attention_heads, self.num_key_value_heads, self.intermediate_size = heads, shared, inner
+        self.vocab_size = 49152
 
     @property
     def config(self) -> Shape:
@@ -175,3 +176,18 @@ def test_activations_are_counted_right_within_a_third(tiny_model: Any) -> None:
     each = sum(held.values()) / tokens
     assert out.requires_grad
     assert each == pytest.approx(activation_bytes(shape, item=4, recompute=False), rel=1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "vocabulary", "chunk"),
+    [
+        ("cpu", 64 * GIB, 151_936, 512),
+        ("cuda", 140 * GIB, 151_936, 4096),
+        ("cuda", 24 * GIB, 151_936, 1024),
+        ("cuda", 8 * GIB, 262_144, 256),
+        ("cuda", 1 * GIB, 262_144, 256),
+    ],
+)
+def test_logits_that_exist_at_a_time_fit(device: str, memory: int, vocabulary: int, chunk: int) -> None:
+    hardware = Hardware(torch.device(device), torch.bfloat16, 1, memory, ())
+    assert choose_chunk(hardware, vocabulary) == chunk

@@ -174,6 +174,14 @@ def recorded(path: str = "rollouts.jsonl", **changes: Any) -> dict[str, Any]:
     return found
 
 
+def replaying(select: str) -> dict[str, Any]:
+    """A recipe that trains past groups again."""
+    past = {"groups": 2, "keep": 24, "select": select}
+    # Few completions of a prompt differ by little or by much.
+    changes = {"rollout.window.past": past, "rollout.group_size": 3, "rewards.correct_at": 0.5, "run.steps": 12}
+    return recipe(**changes)
+
+
 TOOLS = {
     "kind": "tools",
     "tools": [{"kind": "function", "path": "tiny_worlds:twice"}],
@@ -494,6 +502,12 @@ CONTEXTS: dict[str, Callable[[], dict[str, Any]]] = {
     "ahead": lambda: recipe(
         **{"rollout.max_staleness": 2, "rollout.engine.max_sequences": 5, "rollout.max_new_tokens": 12, "run.steps": 4}
     ),
+    "ready": lambda: recipe(
+        **{"rollout.max_staleness": 3, "rollout.window.order": "ready", "rollout.max_new_tokens": 12, "run.steps": 6}
+    ),
+    "past": lambda: replaying("uniform"),
+    "past by priority": lambda: replaying("priority"),
+    "past by pass rate": lambda: replaying("stratified"),
     "tree": lambda: tools(**{"rollout.tree": {"at": [1]}, "environment.max_turns": 4}),
     "played": played,
     "played slowly": lambda: played(**{"environment.arguments.pause": 0.2}),
@@ -942,6 +956,15 @@ TABLE: dict[str, Case] = {
     "environment[self_play].keep_history": Case(True, context="played forgetfully"),
     "environment[self_play].factory": Case("tiny_worlds:Mirrors", context="played"),
     "environment[self_play].arguments": Case({"turns": 2}, context="played"),
+    "rollout.window.order": Case("ready", "names", "ahead"),
+    "rollout.window.slack": Case(2, "metrics", "ready"),
+    "rollout.window.past.groups": Case(3, context="past"),
+    "rollout.window.past.keep": Case(4, context="past"),
+    "rollout.window.past.max_age": Case(1, context="past"),
+    "rollout.window.past.select": Case("priority", context="past"),
+    "rollout.window.past.priority": Case("advantage", context="past by priority"),
+    "rollout.window.past.exponent": Case(5.0, context="past by priority"),
+    "rollout.window.past.strata": Case(2, context="past by pass rate"),
     "rollout.tree.at": Case([2], context="tree"),
     "rollout.tree.branches": Case(3, context="tree"),
     **of_a_verifier("environment", "asked", RARELY),

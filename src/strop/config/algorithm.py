@@ -19,8 +19,8 @@ class CorrectionSettings(StrictModel):
 
     kind: Literal["none", "truncate", "band", "mask"] | None = None
     """How w weighs the policy's loss: at most `high` (`truncate`), 0 outside [low, high] (`band`, IcePop), or with such
-    tokens left out of every term and count (`mask`). With `rollout.max_staleness` it is `truncate` at 2 unless the
-    recipe says `none`; without, nothing is corrected when not set."""
+    tokens left out of every term and count (`mask`). With `rollout.max_staleness` or `rollout.window.past` it is
+    `truncate` at 2 unless the recipe says `none`; without, nothing is corrected when not set."""
     level: Literal["token", "sequence", "geometric"] | None = None
     """Whose w: the token's (the default), the product over its sequence, or that product's root of their number."""
     low: NonNegativeFloat | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from strop.config.base import Auto, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from strop.config.window import WindowSettings
 
 
 class ServerSettings(StrictModel):
@@ -113,6 +114,8 @@ class RolloutSettings(StrictModel):
     update_every: PositiveInt = 1
     """With `max_staleness`: steps from one publication of new weights to the next; at most one more than
     `max_staleness`."""
+    window: WindowSettings = WindowSettings()
+    """Which groups a step trains."""
     tree: TreeSettings | None = None
     """Let episodes of several turns branch; none when not set."""
     engine: EngineSettings = EngineSettings()
@@ -125,6 +128,45 @@ class RolloutSettings(StrictModel):
                 f"update_every ({self.update_every}) steps with the same weights sample tokens that are up to "
                 f"{self.update_every - 1} versions old, and max_staleness is {self.max_staleness}: raise it, or lower "
                 "update_every"
+            )
+        return self
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether a step trains tokens that older weights sampled."""
+        return self.max_staleness > 0 or self.window.past is not None
+
+    @property
+    def ahead(self) -> int:
+        """Steps that sampling may run ahead of training: what the order of the window leaves of `max_staleness`."""
+        if self.window.order == "admission" or self.max_staleness < 2:
+            return self.max_staleness
+        slack = self.max_staleness // 2 if self.window.slack == "auto" else self.window.slack
+        return self.max_staleness - slack
+
+    @model_validator(mode="after")
+    def _order_leaves_time(self) -> Self:
+        if self.max_staleness < 2 or self.window.order == "admission":
+            return self
+        if self.ahead < 1:
+            raise ValueError(
+                f"window.slack ({self.window.slack}) has to be less than max_staleness ({self.max_staleness}): the "
+                "rest is what sampling runs ahead of training"
+            )
+        if self.update_every > self.ahead + 1:
+            raise ValueError(
+                f"update_every ({self.update_every}) can be at most {self.ahead + 1} here: window.order leaves "
+                f"sampling {self.ahead} steps ahead of training; raise max_staleness, or lower update_every"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _past_groups_live(self) -> Self:
+        past = self.window.past
+        if past is not None and past.max_age <= self.max_staleness:
+            raise ValueError(
+                f"window.past.max_age ({past.max_age}) has to be more than max_staleness ({self.max_staleness}): a "
+                "group may be that old when it is first trained, and would be forgotten before it came again"
             )
         return self
 

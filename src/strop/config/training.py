@@ -59,8 +59,9 @@ class TrainingSettings(StrictModel):
     tokens_per_micro_batch: PositiveInt | Auto = "auto"
     """Tokens in one forward and backward pass; `auto` is chosen from the memory. Results do not depend on it. A longer
     sequence gets a pass of its own."""
-    logprob_chunk: PositiveInt = 512
-    """Tokens whose logits exist at the same time."""
+    logprob_chunk: PositiveInt | Auto = "auto"
+    """Tokens whose logits exist at the same time. `auto` is 512, on a GPU up to 4,096, as its memory and the vocabulary
+    allow."""
     compile: bool | Auto = "auto"
     """Compile the blocks of the model by torch.compile for the trainer's passes, all but attention, which takes up to a
     minute in the first step. `auto` does so on a GPU for models of 100 million weights and more, where it makes an

@@ -26,16 +26,25 @@ class Ahead:
 
     def __init__(self, config: Config, *, shares_weights: bool) -> None:
         rollout = config.rollout
-        self._every, self._bound = rollout.update_every, rollout.max_staleness
+        self._every, self._bound = rollout.update_every, rollout.ahead
         decides = config.checkpoint.best is not None or config.evaluation.early_stop is not None
         self.evaluates_beside = self._bound > 0 and not shares_weights and not decides
         self._evaluating: asyncio.Task[Scores] | None = None
         self._step = 0
 
+    def told(self, algorithm: Any) -> str:
+        """What the display says of it; nothing where nothing is sampled ahead."""
+        if not self._bound:
+            return ""
+        kind, high = getattr(algorithm, "correction", None), getattr(algorithm, "correction_high", None)
+        bounded = "" if high is None else f" at {high:g}"
+        weighed = f"weights of old tokens are corrected ({kind}{bounded})" if kind else "old tokens are not corrected"
+        return f"up to {self._bound} steps ahead of training; {weighed}"
+
     def stays(self, step: int, *, served: int | None) -> bool:
         """Whether the weights that are served stay after a step, the first ones being those of step 0.
 
-        The next window has groups of admission up to `served + max_staleness` steps.
+        The next window has groups of admission up to `served + rollout.ahead` steps.
         """
         if served is None or self._bound == 0 or step > served + self._bound:
             return False
@@ -89,7 +98,7 @@ def idle_ahead(config: Config) -> Iterator[UserError]:
             yield _idle("in_flight_updates", "with rollout.max_staleness: 0, where nothing is under way between steps")
         if rollout.engine.after_update != "auto":
             yield _idle("engine.after_update", "with rollout.max_staleness: 0, where nothing is under way then")
-        if config.algorithm.correction.kind == "none":
+        if config.algorithm.correction.kind == "none" and not rollout.off_policy:
             yield UserError(
                 "`algorithm.correction.kind: none` has no effect with rollout.max_staleness: 0, where nothing is "
                 "corrected unless asked for",

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 HOOKS = ("advantages", "loss", "denominators", "reduce")
 DEFAULT_BOUND = 2.0
-"""What the weights of `truncate` are bounded by where a recipe that samples ahead says nothing of corrections."""
+"""What the weights of `truncate` are bounded by where a recipe trains tokens of older weights and says nothing of
+corrections."""
 NOT_CHOICES = ("name", "dialect", "arguments", "teacher", "teachers")
 
 
@@ -138,7 +139,7 @@ def _built_in_form(kind: Any, config: Config) -> Any:
     try:
         algorithm = build()
         # One that makes no sense without the sampler's log-probabilities weighs tokens by them itself.
-        if config.rollout.max_staleness and unsaid and algorithm.correction is None and not algorithm.needs_sampler:
+        if config.rollout.off_policy and unsaid and algorithm.correction is None and not algorithm.needs_sampler:
             algorithm = build(correction="truncate", correction_high=DEFAULT_BOUND)
     except (ValueError, TypeError) as error:
         raise _problem(str(error), where="algorithm") from None

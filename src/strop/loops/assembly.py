@@ -37,6 +37,7 @@ from strop.rollout.engines.vllm import VllmEngine
 from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
 from strop.rollout.player import Player
 from strop.rollout.recorded import RecordedCollector
+from strop.rollout.window_order import make_order
 from strop.rollout.world import World
 from strop.tracking.atomic import replacing
 from strop.training.parallel.ranks import Alone
@@ -148,7 +149,7 @@ def make_trainer(
         total_updates=total_updates,
         temperature=config.rollout.temperature if reinforcement else 1.0,
         budget=roles.sizes.tokens_per_micro_batch,
-        chunk=config.training.logprob_chunk,
+        chunk=roles.sizes.logprob_chunk,
         parts=config.training.mini_batches if reinforcement else 1,
         epochs=config.training.epochs if reinforcement else 1,
         reference=reinforcement and prepared.needs_reference,
@@ -177,7 +178,7 @@ def make_supervised_trainer(
         config.training.optimizer,
         total_updates=config.run.steps,
         budget=roles.sizes.tokens_per_micro_batch,
-        chunk=config.training.logprob_chunk,
+        chunk=roles.sizes.logprob_chunk,
         reference=reference,
         recompute=roles.sizes.recompute,
         compiled=roles.sizes.trainer_compiles and not (ranks is not None and ranks.divides_layers),
@@ -266,7 +267,7 @@ def make_collector(
     rollout, offline = prepared.config.rollout, prepared.config.offline
     demands = demands_of(prepared.algorithm)
     size = rollout.groups_per_step
-    admission = Admission(size, rollout.max_staleness, last=prepared.config.run.steps * size)
+    admission = Admission(size, rollout.ahead, last=prepared.config.run.steps * size)
     if offline is not None:
         return RecordedCollector(
             lambda: stream.next()[0],
@@ -288,6 +289,7 @@ def make_collector(
         progress=progress,
         worth=has_spread if demands.without_spread == "resample" else None,
         max_refills=demands.max_refills,
+        order=make_order(rollout.window.order, groups_per_step=size, max_staleness=rollout.max_staleness),
         greedy=demands.greedy,
         tree=rollout.tree,
     )

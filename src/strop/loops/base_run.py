@@ -25,6 +25,7 @@ from strop.loops.randomness import random_state, restore_random, settle
 from strop.loops.selection import evaluations_of, stop_reason
 from strop.tracking.display import Display, Summary, make_display
 from strop.tracking.metrics import MetricsWriter
+from strop.tracking.run_directory import ASKED_TO_LEAVE
 from strop.tracking.summary import short_path
 from strop.training.background import Background
 from strop.training.checkpoint import checkpoint_of, save_checkpoint
@@ -89,7 +90,7 @@ class BaseRun(ABC):
         if self.step >= self.config.run.steps:
             return ""
         if self.leaving:
-            return "it was asked to leave"
+            return ASKED_TO_LEAVE
         return stop_reason(self.evaluations, self.config.evaluation.early_stop)
 
     @property

@@ -25,6 +25,7 @@ from strop.loops.ahead import idle_ahead
 from strop.loops.engine_choices import idle_in_engine
 from strop.loops.selection import metric_problems
 from strop.loops.spread import idle_in_cluster
+from strop.loops.window_choices import idle_in_window
 from strop.paths import user_path
 from strop.rewards.checks import is_isolated
 
@@ -47,6 +48,7 @@ def _idle(config: Config) -> Iterator[UserError]:
     yield from idle_in_cluster(config)
     yield from idle_in_engine(config)
     yield from idle_ahead(config)
+    yield from idle_in_window(config)
     yield from _idle_evaluation(config)
     yield from _idle_curriculum(config)
     yield from metric_problems(config)

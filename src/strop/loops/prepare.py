@@ -12,6 +12,7 @@ from strop.loops.algorithm import Demands, demands_of, make_algorithm
 from strop.loops.engine_choices import check_engine
 from strop.loops.idle import check_idle, check_optimizers
 from strop.loops.offline import check_offline, described, open_rollouts
+from strop.loops.window_choices import check_window
 
 if TYPE_CHECKING:
     from strop.algorithms.base import Algorithm
@@ -102,6 +103,7 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
     from strop.tracking.trackers import check_trackers
 
     check_trackers(config.tracking)
+    check_window(config)
     scorer = held_out_scorer = None if config.rewards is None else build_scorer(config.rewards, sandbox)
     if config.evaluation.verifiers is not None and config.rewards is not None:
         held_out_scorer = build_scorer(held_out_rewards(config), sandbox, key="evaluation.verifiers")

@@ -24,7 +24,10 @@ from strop.tracking.text import show_number
 if TYPE_CHECKING:
     from strop.loops.run import Run
 
-NOT_OF_THE_STEP = ("time/", "throughput/", "bubble/", "memory/", "alarms/", "curriculum/")
+NOT_OF_THE_STEP = (
+    *("time/", "throughput/", "memory/", "bubble/", "alarms/", "curriculum/"),
+    *("window/length_bias", "window/passed_over", "window/forced", "window/past_kept"),
+)
 """Metrics that depend on the clock, the machine and other steps."""
 SHOWN = (
     "loss",
@@ -164,6 +167,7 @@ async def _run_before(folder: Path, prepared: Any, step: int) -> Run:
                 mend="train the run again with this version of strop",
             )
         run.collector = window
+        run.past.give(window.past, window.baselines)
         await run.take_back_weights(checkpoint, state)
     else:
         await run._take_back(checkpoint, state)

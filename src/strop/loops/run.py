@@ -8,12 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file as load_arrays
-from safetensors.numpy import save_file as save_arrays
-
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptStream
-from strop.errors import RunFailure
 from strop.loops import assembly, step_batch
 from strop.loops.ahead import Ahead
 from strop.loops.algorithm import demands_of
@@ -23,29 +19,26 @@ from strop.loops.curriculum import nothing_left, record_window
 from strop.loops.evaluate import evaluate, evaluation_settings
 from strop.loops.folder import OpenedFolder
 from strop.loops.offline import take_recorded
+from strop.loops.past import Past
 from strop.loops.place import Place, find_place
 from strop.loops.prepare import Prepared
+from strop.loops.sampling_state import SamplingState
 from strop.loops.speed import Speed
 from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
 from strop.loops.teacher import Teachers, load_teacher
 from strop.loops.turns import Turns
 from strop.loops.warmup import warmup_steps
 from strop.loops.watch import Watch
+from strop.loops.window_choices import told_of_window
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
-from strop.rollout.journal import Journal, Note, as_arrays, from_arrays
-from strop.rollout.windows import Admitted
+from strop.rollout.journal import Journal
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
 from strop.training.holdings import held_parts
 from strop.training.snapshot import Held
-
-CURRICULUM = "curriculum.safetensors"
-"""The file of a checkpoint with the pass rates of the prompts."""
-UNDER_WAY = "under-way.safetensors"
-"""The file of a checkpoint with what was sampled for groups that were not trained."""
 
 
 class Run(BaseRun):
@@ -87,6 +80,8 @@ class Run(BaseRun):
         self.collector = assembly.make_collector(
             prepared, roles, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
+        self.past = Past(self.config)
+        self._sampling = SamplingState(self.config, self.stream, self.collector, self.journal, self.past)
         self._texts = PromptTexts(prepared.train)
         self._watch = Watch(prepared, self._texts, display, opened.directory)
         self._files = EpisodeWriter()
@@ -101,13 +96,14 @@ class Run(BaseRun):
         self._ahead = Ahead(self.config, shares_weights=place.shares_weights)
         self._served: int | None = None
         self._begun = False
-        self._notes: dict[tuple[int, ...], Note] = {}
         self._evaluated_at: int | None = None
 
     # The verbs of the loop, in the order in which it calls them.
 
     async def begin(self) -> None:
         """Warm up and score the model, unless the run has gone past that."""
+        if text := told_of_window(self.config):
+            self.display.message(text, "warning")
         if self.place.world is not None:
             await self.place.world.factory.open()
         # What is made ahead begins with the first weights, and needs environments.
@@ -168,22 +164,25 @@ class Run(BaseRun):
         judged = [*episodes, *collector.baselines.values()]
         if self._judges:
             check_errors([reward_of(e) for e in judged], first_step=self.step == 0, settings=self.config.rewards)
-        chosen = step_batch.choose(groups, self._demands, collector.baselines)
+        joined = self.past.join(groups, self.step)
+        baselines = collector.baselines | self.past.baselines
+        chosen = step_batch.choose(joined, self._demands, baselines)
         batch, self._trained = step_batch.lay_out(
-            chosen, self._demands, collector.baselines, environment_weight=self._environment_weight
+            chosen, self._demands, baselines, environment_weight=self._environment_weight
         )
         self._left_out = chosen.left_out
         if self.config.offline is None:
-            self._check_staleness(batch)
+            self.past.check(batch, self._trained, self.step)
         else:
             own = self._are_own(groups)
             self._recorded = take_recorded(batch, self.config, self._demands, self.trainer, own=own)
         self._batch_metrics = step_batch.group_metrics(
-            groups, collector.discarded, collector.refills, [] if chosen.silent else self._trained
+            groups, collector.discarded, collector.refills, [] if chosen.silent else self.past.fresh(self._trained)
         )
         self._batch_metrics |= step_batch.fill(
             batch, self.algorithm, self._demands, self.trainer, self.teacher, self.critic
         )
+        self._batch_metrics |= self.past.keep(chosen, baselines, self._trained, batch)
         self._times["time/scoring"] = self._note("scoring", started)
         return batch
 
@@ -205,7 +204,7 @@ class Run(BaseRun):
             stats = self.critic.update_both(batch, self.trainer, alone=alone)
         # Where a correction has measured the mismatch, it did so before it took tokens out.
         stats |= step_batch.mismatch(batch, recorded=self._recorded) | self._batch_metrics
-        if self.config.rollout.max_staleness:
+        if self.config.rollout.off_policy:
             stats |= step_batch.policies(batch)
         self._times["time/training"] = self._note("training", started)
         stats |= self._speed.figures(batch, stats, self._times, whole=not alone)
@@ -256,7 +255,8 @@ class Run(BaseRun):
         if every and self.step % every == 0:
             path = episodes_file(self.directory.episodes_folder, self.step)
             self._files.write(path, self.step_records(batch))
-            if others := records_beside(self.collector.baselines, self.collector.discarded, self._texts):
+            compared = self.collector.baselines | self.past.baselines
+            if others := records_beside(compared, self.collector.discarded, self._texts):
                 self._files.write(beside(path), others)
         self.metrics.log(self.step, metrics)
         # Behind the line of this step, so that whoever goes on from the evaluated one and evaluates anew drops it.
@@ -280,8 +280,7 @@ class Run(BaseRun):
         tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
         if self.config.offline is None:
             metrics |= self._overlap(tokens, seconds)
-            ages = self.step - 1 - step_batch.served_versions(batch)
-            metrics |= {"staleness/max": float(ages.max()), "staleness/mean": float(ages.mean())}
+            metrics |= self.past.ages(batch, self._trained, self.step - 1) | self.collector.window_metrics
         else:
             # Nobody sampled anything, and versions count the steps of another run.
             metrics["tokens/read"] = metrics.pop("tokens/sampled")
@@ -308,7 +307,7 @@ class Run(BaseRun):
 
     def step_records(self, batch: TokenBatch) -> list[EpisodeRecord]:
         """The episodes of the step that was trained last, token by token."""
-        return episode_records(self._trained, batch, self._left_out, self._texts)
+        return self.past.mark(episode_records(self._trained, batch, self._left_out, self._texts))
 
     async def close(self, error: BaseException | None) -> None:
         """Give back everything; the run's manifest notes how it ended."""
@@ -380,26 +379,11 @@ class Run(BaseRun):
         return place, {"teacher": load_teacher(prepared, place.roles)}
 
     async def _take_back(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        self.stream.load(state["prompts"])
-        if self.stream.curriculum is not None:
-            self.stream.curriculum.load(checkpoint / "state" / CURRICULUM)
-        self.collector.admission.started = int(state["started_groups"])
-        self._take_back_groups(checkpoint, state)
+        if text := self._sampling.take_back(checkpoint / "state", state):
+            self.display.message(text)
         self._evaluated_at = state.get("evaluating")
         self._watch.load(state.get("alarms"))
         await self.take_back_weights(checkpoint, state)
-
-    def _take_back_groups(self, checkpoint: Path, state: dict[str, Any]) -> None:
-        """Go on with the groups that were begun and not trained. What was sampled of them counts, unless it may be
-        older than the recipe allows now; what is to be of one version counts where it has ended."""
-        found = state.get("under_way", [])
-        self.collector.take_back({n: Admitted(self.stream.prompt(prompt), v) for n, prompt, v in found})
-        path = checkpoint / "state" / UNDER_WAY
-        if path.exists() and state["max_staleness"] <= self.config.rollout.max_staleness:
-            notes, in_flight = from_arrays(load_arrays(path)), self.config.rollout.in_flight_updates
-            self.journal.take_back({stream: note for stream, note in notes.items() if in_flight or note.ended})
-        if found:
-            self.display.message(f"{len(found)} groups that were under way go on from where they were")
 
     async def take_back_weights(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Go to the weights of a checkpoint, with all that their next update depends on."""
@@ -419,8 +403,7 @@ class Run(BaseRun):
             # An evaluation of the weights of this step can be begun again; those of another are gone.
             await self._ahead.evaluated()
             self._take_evaluation()
-        if self.collector.under_way:
-            self._notes = await self.journal.notes()
+        await self._sampling.note()
         return await super().save()
 
     def _save(self) -> Path:
@@ -432,25 +415,11 @@ class Run(BaseRun):
         critic = None
         if self.critic is not None:
             critic = self.critic.hold() if behind else self.critic.save
-        curriculum = None if self.stream.curriculum is None else self.stream.curriculum.held()
-        under_way = self.collector.under_way
-        values = copy.deepcopy(
-            {
-                "prompts": self.stream.state(),
-                "started_groups": self.collector.admission.started,
-                "under_way": [(number, one.prompt.prompt_id, one.version) for number, one in under_way.items()],
-                "max_staleness": self.config.rollout.max_staleness,
-                "evaluating": self._ahead.evaluating,
-                "alarms": self._watch.state(),
-            }
-        )
-        notes = as_arrays({stream: note for stream, note in self._notes.items() if stream[0] in under_way})
+        values, write_sampling = self._sampling.held()
+        values |= copy.deepcopy({"evaluating": self._ahead.evaluating, "alarms": self._watch.state()})
 
         def write(folder: Path) -> dict[str, Any]:
-            if curriculum is not None:
-                save_arrays(curriculum, folder / "state" / CURRICULUM)
-            if under_way:
-                save_arrays(notes, folder / "state" / UNDER_WAY)
+            write_sampling(folder / "state")
             return {
                 **values,
                 "trainer": trainer.save(folder / "state"),
@@ -517,7 +486,7 @@ class Run(BaseRun):
             sizes = f"{rollout.groups_per_step} groups a step"
             return {"algorithm": f"{self.algorithm.name}, {sizes}", "offline": self.prepared.about}
         sizes = f"{rollout.groups_per_step} prompts x {rollout.group_size} completions a step"
-        return {"algorithm": f"{self.algorithm.name}, {sizes}"}
+        return {"algorithm": f"{self.algorithm.name}, {sizes}", "ahead": self._ahead.told(self.algorithm)}
 
     def _alarm_lines(self) -> list[str]:
         return self._watch.lines()
@@ -532,13 +501,3 @@ class Run(BaseRun):
         trained."""
         untrained = self.step <= (self.config.critic.warmup_steps if self.critic is not None else 0)
         return untrained and self.collector.own(groups)
-
-    def _check_staleness(self, batch: TokenBatch) -> None:
-        served = step_batch.served_versions(batch)
-        oldest, youngest = self.step - int(served.min()), self.step - int(served.max())
-        if oldest > self.config.rollout.max_staleness or youngest < 0:
-            raise RunFailure(
-                f"a token of this step is {oldest} versions old, and at most {self.config.rollout.max_staleness} is "
-                "allowed",
-                mend="this is a fault of strop; please report it",
-            )

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +87,8 @@ def lay_out(
         truncated=[part.ends and part.episode.status == "length" for part in parts],
     )
     batch.episode_ids = torch.tensor(numbered(part.unit for part in parts), dtype=torch.int64)
-    batch.prompt_ids = torch.tensor([part.episode.group for part in parts], dtype=torch.int64)
+    # By place, not by number: past groups, which have low numbers, lie among the others.
+    batch.prompt_ids = torch.tensor(numbered(part.episode.group for part in parts), dtype=torch.int64)
     if environment_weight and any(episode.turn_rewards for episode in chosen.trained):
         batch.turn_rewards = torch.cat([_of_turns(e, s, environment_weight) for e, s in streams])
     if demands.greedy:
@@ -150,13 +150,6 @@ def fill(
         metrics |= _numbers(algorithm.correct(batch))
     batch.advantages = algorithm.advantages(batch)
     return metrics
-
-
-def served_versions(batch: TokenBatch) -> np.ndarray:
-    """int32, the weight version of each sampled token, in order."""
-    versions: np.ndarray = batch.versions.numpy()
-    # torch takes nine times as long for the same.
-    return versions[versions >= 0]
 
 
 def mismatch(batch: TokenBatch, *, recorded: bool = False) -> dict[str, float]:

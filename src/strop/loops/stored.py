@@ -28,24 +28,32 @@ class StoredEpisode(Episode):
 
 
 class StoredWindow:
-    """The groups of one step, and what was sampled beside them, in the place of a collector."""
+    """The groups of one step, and what was sampled beside them, in the place of a collector.
+
+    past: groups of earlier steps that were trained with them.
+    """
 
     phase = "reading"
 
     def __init__(self, path: Path) -> None:
         records = sorted(read_episodes(path), key=lambda record: (record.group, record.sample, record.stream))
-        self._groups = groups_of(records)
+        self._groups = groups_of([record for record in records if not record.past])
+        self.past = groups_of([record for record in records if record.past])
         others = read_episodes(beside(path)) if beside(path).exists() else []
         self.baselines = {r.group: episodes_of([r])[0] for r in others if r.sample == GREEDY}
         self.discarded = groups_of([r for r in others if r.sample != GREEDY])
         places = [group.number for group in self.discarded]
         self.refills = max((places.count(place) for place in set(places)), default=0)
         self.last_completion = 0.0
+        self.window_metrics: dict[str, float] = {}
 
     @property
     def has_baselines(self) -> bool:
         """Whether the most likely completion of each prompt is there."""
-        return all(group.number in self.baselines for group in self._groups)
+        return all(group.number in self.baselines for group in [*self._groups, *self.past])
+
+    def serve(self, version: int) -> None:
+        """Nothing is sampled, whatever is served."""
 
     async def next_window(self, step: int) -> list[Group]:
         """The groups, whatever the step."""

@@ -20,6 +20,7 @@ from strop.models.forward import check_forward, packed_hidden, packed_logprobs
 from strop.models.load import ModelFacts, inspect_model, load_model
 from strop.models.logprobs import output_head
 from strop.models.topk_logprobs import TeacherRows, mixture_topk
+from strop.planning.hardware import choose_chunk
 from strop.training.batching import MicroBatch, micro_batches
 
 if TYPE_CHECKING:
@@ -159,6 +160,9 @@ def load_teachers(
         for teacher in named
     ]
     models = [_frozen(one.model) for one in loaded]
+    chunk = config.training.logprob_chunk
+    if chunk == "auto":
+        chunk = choose_chunk(hardware, vocabulary_of(prepared.facts.tokenizer))
     return Teachers(
         models=models,
         names=[teacher.path for teacher in named],
@@ -168,7 +172,7 @@ def load_teachers(
         device=hardware.device,
         temperature=temperature,
         budget=budget(models[0]),
-        chunk=config.training.logprob_chunk,
+        chunk=chunk,
     )
 
 

@@ -233,9 +233,14 @@ class Taken:
             return self._unit * factors[:, None].to(self._unit.dtype), None, None
         # They are scaled in place, so they are of use once.
         summed, self._summed = self._summed, None
-        if summed is None or not bool((factors == factors[:1]).all()):
+        if summed is None:
             return None
-        return summed.times(factors[:1].sum()).given()
+        alike, factor = (factors == factors[:1]).all(), factors[:1].sum()
+        if factors.is_cuda:
+            # To look would make the host wait in every pass, and the GPU after it. A gradient that is not finite is
+            # refused by the optimizer.
+            return summed.times(torch.where(alike, factor, torch.nan)).given()
+        return summed.times(factor).given() if bool(alike) else None
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
@@ -270,8 +275,8 @@ def linear_logprobs(
         chunk: rows whose logits exist at a time.
         entropy: also give the entropy of each distribution, in nats, without or with a graph; zeros otherwise.
         hits: [N], filled with 1 where the target is the most likely token and 0 elsewhere.
-        even: all rows are expected to count alike in the loss, as in a mean: logits are then not computed twice. Where
-            they do not, the gradient is right all the same.
+        even: all rows count alike in the loss, as in a mean: logits are then not computed twice. Where they do not, the
+            gradient is right all the same on a CPU, and NaN on a GPU.
         vocabulary: `weight` and `bias` are this rank's part of them. The gradient of `hidden` is then a part of a sum.
 
     Returns:

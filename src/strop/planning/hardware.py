@@ -37,7 +37,8 @@ class Hardware:
 @dataclass(frozen=True)
 class Sizes:
     """tokens_per_micro_batch, max_sequences, what the trainer recomputes, whether the engine sleeps while the trainer
-    computes, and whether blocks of the model are compiled for trainer and `local` engine, with the reasons."""
+    computes, and whether blocks of the model are compiled for trainer and `local` engine, with the reasons.
+    logprob_chunk: tokens whose logits exist at the same time."""
 
     tokens_per_micro_batch: int
     max_sequences: int
@@ -46,6 +47,7 @@ class Sizes:
     engine_sleeps: bool = False
     trainer_compiles: bool = False
     engine_compiles: bool = False
+    logprob_chunk: int = 512
 
 
 def choose_hardware(config: Config) -> Hardware:
@@ -164,7 +166,19 @@ def choose_sizes(
     engine_compiles = pays if eager == "auto" else not eager
     if trainer_compiles and compiles == "auto":
         why = (*why, "blocks are compiled, which takes up to a minute in the first step")
-    return Sizes(budget, rows, recompute, (*reasons, *why), sleeps, trainer_compiles, engine_compiles)
+    chunk = config.training.logprob_chunk
+    if chunk == "auto":
+        chunk = choose_chunk(hardware, int(text.vocab_size))
+    return Sizes(budget, rows, recompute, (*reasons, *why), sleeps, trainer_compiles, engine_compiles, chunk)
+
+
+def choose_chunk(hardware: Hardware, vocabulary: int) -> int:
+    """Tokens whose logits exist at the same time. On a GPU as many as a 64th of its memory holds, up to 4,096: each
+    chunk more is a pass over the head's gradient, and some ten kernels for the host to start."""
+    if hardware.device.type != "cuda":
+        return 512
+    fits = hardware.memory // 64 // (vocabulary * hardware.dtype.itemsize)
+    return max(256, min(4096, 1 << max(0, fits.bit_length() - 1)))
 
 
 def _compiling_pays(hardware: Hardware, model: Any) -> bool:

@@ -13,6 +13,7 @@ from strop.rollout.admission import Admission
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Group, Status
 from strop.rollout.player import Player
+from strop.rollout.window_order import Readiness
 from strop.rollout.windows import Windows, all_or_none
 from strop.rollout.world import PromptLike
 
@@ -45,6 +46,7 @@ class Collector(Windows[PromptLike]):
         progress: Callable[[int, int], None] | None = None,
         worth: Callable[[Group], bool] | None = None,
         max_refills: int = 0,
+        order: Readiness | None = None,
         greedy: bool = False,
         tree: TreeSettings | None = None,
     ) -> None:
@@ -56,6 +58,7 @@ class Collector(Windows[PromptLike]):
             progress=progress,
             worth=worth,
             max_refills=max_refills,
+            order=order,
         )
         self._player = player
         self._scorer = scorer
@@ -76,7 +79,7 @@ class Collector(Windows[PromptLike]):
         if self._scorer is not None:
             await score_episodes([*episodes, *baseline], prompt, self._scorer)
         if baseline:
-            self.baselines[number] = baseline[0]
+            self._compared[number] = baseline[0]
         return Group(number, prompt.prompt_id, episodes)
 
     async def _roll_out(self, episode: Episode, prompt: PromptLike, attempt: int) -> list[Episode]:

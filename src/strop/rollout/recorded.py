@@ -103,7 +103,7 @@ class RecordedCollector(Windows[GroupLike]):
             if prompt.baseline is None:
                 raise without_baseline(prompt.prompt.prompt_id)
             baseline = [self._episode(number, GREEDY, prompt.baseline, prompt)]
-            self.baselines[number] = baseline[0]
+            self._compared[number] = baseline[0]
         if self._scorer is not None:
             await score_episodes([*episodes, *baseline], prompt.prompt, self._scorer)
         self._foreign[number] = any(one.fingerprint != self._fingerprint for one in prompt.completions)

@@ -1,4 +1,7 @@
-"""The window: the finished, scored groups of a step in order of admission, wherever groups come from."""
+"""The window: the finished, scored groups of a step, wherever groups come from.
+
+They are those that were admitted first, or chosen by a `Readiness` (`rollout/window_order.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from strop.rollout.admission import Admission
 from strop.rollout.episode import Episode, Group
+from strop.rollout.window_order import Readiness
 
 T = TypeVar("T")
 Prompt = TypeVar("Prompt")
@@ -36,6 +40,7 @@ class Windows(ABC, Generic[Prompt]):
         progress: told how many completions of how many are there.
         worth: whether a group is worth training; one that is not is replaced by another prompt's, in the same place of
             the window, at most `max_refills` times. None keeps every group.
+        order: which groups that are under way a window takes; None for those that were admitted first.
     """
 
     phase = "sampling"
@@ -50,6 +55,7 @@ class Windows(ABC, Generic[Prompt]):
         progress: Callable[[int, int], None] | None = None,
         worth: Callable[[Group], bool] | None = None,
         max_refills: int = 0,
+        order: Readiness | None = None,
     ) -> None:
         self._next_prompt = next_prompt
         self._per_group = per_group
@@ -57,6 +63,7 @@ class Windows(ABC, Generic[Prompt]):
         self._progress = progress
         self._worth = worth
         self._max_refills = max_refills if worth is not None else 0
+        self.order = order
         self._version: int | None = None
         self._admitted: dict[int, Admitted[Prompt]] = {}
         self._tasks: dict[int, asyncio.Task[Group]] = {}
@@ -66,6 +73,7 @@ class Windows(ABC, Generic[Prompt]):
         """How often groups of the last window were replaced."""
         self.baselines: dict[int, Episode] = {}
         """The most likely completion of each group of the last window, by the group's number, where it is asked for."""
+        self._compared: dict[int, Episode] = {}
         self._completions: Counter[int] = Counter()
         self._due: frozenset[int] = frozenset()
         self._expected = 0
@@ -73,7 +81,7 @@ class Windows(ABC, Generic[Prompt]):
 
     @abstractmethod
     async def make_group(self, number: int, prompt: Prompt, attempt: int = 0) -> Group:
-        """The whole group of a number, scored; its baseline, if it has one, is put into `baselines`.
+        """The whole group of a number, scored; its baseline, if it has one, is put into `_compared`.
 
         Args:
             attempt: how often the group in its place has been replaced.
@@ -98,9 +106,9 @@ class Windows(ABC, Generic[Prompt]):
             self._version = step
         try:
             self._begin()
-            self._due = frozenset(sorted(self._tasks)[:size])
-            if len(self._due) < size:
-                raise RuntimeError(f"step {step} needs {size} groups, and {len(self._due)} were admitted")
+            if len(self._tasks) < size:
+                raise RuntimeError(f"step {step} needs {size} groups, and {len(self._tasks)} were admitted")
+            self._due = frozenset(await self._choose(step, size))
             groups = await asyncio.gather(*(self._tasks[number] for number in sorted(self._due)))
             groups = await self._replace_worthless(list(groups))
             self._raise_failures()
@@ -109,17 +117,18 @@ class Windows(ABC, Generic[Prompt]):
             raise
         for number in self._due:
             del self._tasks[number], self._admitted[number], self._completions[number]
-        self.baselines = {
-            number: episode
-            for number, episode in self.baselines.items()
-            if number in self._due or number in self._tasks
-        }
+        self.baselines = {number: self._compared.pop(number) for number in sorted(self._due & self._compared.keys())}
         return groups
 
     @property
     def under_way(self) -> dict[int, Admitted[Prompt]]:
         """What groups were begun for that no step has trained, by their numbers."""
         return dict(self._admitted)
+
+    @property
+    def window_metrics(self) -> dict[str, float]:
+        """How the groups of the last window were chosen."""
+        return {} if self.order is None else self.order.metrics
 
     def take_back(self, admitted: Mapping[int, Admitted[Prompt]]) -> None:
         """Make these groups again, as `under_way` gave them. Each begins with the next version or window that admits
@@ -147,6 +156,14 @@ class Windows(ABC, Generic[Prompt]):
             if number < limit and number not in self._tasks:
                 self._tasks[number] = loop.create_task(self.make_group(number, one.prompt))
 
+    async def _choose(self, step: int, size: int) -> list[int]:
+        """The numbers of the groups of a window."""
+        if self.order is None:
+            return sorted(self._tasks)[:size]
+        # Until it is known which, completions of all of them count for the display.
+        self._due = frozenset(self._tasks)
+        return await self.order.choose(step, self._tasks, {n: self._admitted[n].version for n in self._tasks})
+
     def _raise_failures(self) -> None:
         """Raise what went wrong with a group of a later window: it would be the same then."""
         for task in self._tasks.values():
@@ -160,7 +177,8 @@ class Windows(ABC, Generic[Prompt]):
             return
         self._last_completion = time.perf_counter()
         if self._progress is not None:
-            self._progress(sum(self._completions[due] for due in self._due), self._expected)
+            done = sum(self._completions[due] for due in self._due)
+            self._progress(min(done, self._expected), self._expected)
 
     async def _replace_worthless(self, groups: list[Group]) -> list[Group]:
         """Make groups of other prompts in place of those that are not worth training: dynamic sampling.

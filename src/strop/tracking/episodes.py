@@ -32,7 +32,7 @@ class EpisodeRecord:
 
     reward: NaN if the verifier failed (`status` says how). correct: None if not known. detail: what the verifier said.
     components: raw score of each verifier. stream: index of the stream within its episode; more than 0 only where an
-    episode forked. row: the data row.
+    episode forked. row: the data row. past: the episode was sampled for an earlier step, which trained it too.
     """
 
     group: int
@@ -54,6 +54,7 @@ class EpisodeRecord:
     detail: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
     stream: int = 0
+    past: bool = False
 
 
 def schema() -> pa.Schema:
@@ -62,8 +63,8 @@ def schema() -> pa.Schema:
     group int64, sample int32, stream int32, prompt_id, prompt_text, completion_text string, answer string?, status
     string, reward double? (null for NaN), correct bool?, components map<string, double?>, detail string, tokens
     list<int32>, loss_mask list<bool>, sampler_logprobs list<float?> and trainer_logprobs list<float?> (null where the
-    mask is False), advantages list<float>, versions list<int32>, row string (JSON). A list that was not computed is
-    null.
+    mask is False), advantages list<float>, versions list<int32>, row string (JSON), past bool. A list that was
+    not computed is null.
     """
     import pyarrow as pa
 
@@ -88,6 +89,7 @@ def schema() -> pa.Schema:
             pa.field("advantages", _list_of(pa.float32())),
             pa.field("versions", _list_of(pa.int32())),
             pa.field("row", pa.string()),
+            pa.field("past", pa.bool_()),
         ],
         metadata={"strop.episodes": FORMAT},
     )

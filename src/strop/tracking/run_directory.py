@@ -21,6 +21,8 @@ from strop.tracking.series import cannot_be_made, folder_name, folders_of, place
 from strop.tracking.system import git_state, platform_facts, versions
 
 RunStatus = Literal["running", "finished", "failed", "interrupted"]
+ASKED_TO_LEAVE = "it was asked to leave"
+"""What `Manifest.stopped` says of a run that saved and ended on SIGUSR1; the same command goes on with it."""
 
 
 @dataclass(frozen=True)

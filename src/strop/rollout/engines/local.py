@@ -50,6 +50,8 @@ class _Sequence:
     # Hidden state [H] after the prompt, and the version it was computed with; lent to siblings of the same version.
     first_hidden: tuple[int, Tensor] | None = None
     stop_tail: int = 0
+    # Called with each token as it is drawn.
+    told: Callable[[int], None] | None = None
 
     def result(self, finish: FinishReason) -> SampleResult:
         return SampleResult(self.tokens, self.logprobs, self.versions, finish)
@@ -132,15 +134,18 @@ class LocalEngine:
         self._gate.set()
         self._stats = EngineStats()
 
-    async def generate(self, request: SampleRequest) -> SampleResult:
+    async def generate(self, request: SampleRequest, *, told: Callable[[int], None] | None = None) -> SampleResult:
         """Sample one completion.
+
+        Args:
+            told: called with each token as soon as it is drawn; it must not raise.
 
         Raises:
             ValueError: prompt and completion do not fit the model's context, or the prompt is empty.
         """
         request.check(self._context)
         sequence = _Sequence(
-            request, asyncio.get_running_loop().create_future(), stream_key(self._seed, request.stream)
+            request, asyncio.get_running_loop().create_future(), stream_key(self._seed, request.stream), told=told
         )
         sequence.stop_tail = stop_tail(request.settings.stop)
         if (begun := request.begun) is not None:
@@ -401,6 +406,8 @@ class LocalEngine:
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self._version)
+            if sequence.told is not None:
+                sequence.told(token)
         self._stats.sampled_tokens += len(drawn)
         # From the last row down, so that the row moved into a gap has been looked at.
         for row in reversed(range(first, len(self._running))):

@@ -1,0 +1,1 @@
+"""The service and the viewer: read run directories, start runs as processes."""
