@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from strop.cluster.session import worker_environment
 
-LONGEST = 200.0
+LONGEST = 600.0
 """Seconds after which a run that should have come further is a failure."""
 COMPARED = ("loss", "grad_norm", "reward/mean", "tokens/sampled", "tokens/trained", "policy/entropy")
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from cluster_waiting import Start, until
 
 from strop.cluster.session import Session
-from strop.cluster.supervision import WorkerLost
+from strop.cluster.supervision import Restarts, WorkerLost
 from strop.config.cluster import ClusterSettings, PublishingSettings, TrainerPlacement
 from strop.config.explain import leaves
 from strop.config.loading import load_config
@@ -38,6 +38,7 @@ from strop.loops.prepare import prepare
 from strop.loops.prepare_examples import prepare_examples
 from strop.loops.rank_host import EngineProcess, RankHost
 from strop.loops.spread import device_of
+from strop.publishing.publisher import Publisher
 from strop.training.parallel.choose import check_ranks, choose_ranks
 from strop.training.parallel.ranks import Ranks
 
@@ -463,18 +464,44 @@ async def test_a_run_goes_on_as_often_as_is_allowed(
     assert tries == restarts
 
 
-async def test_a_loss_in_a_publication_is_told_as_a_loss(attached: list[str | None]) -> None:
-    """So that the run goes on from its checkpoint, and does not end with a failed publication."""
+async def test_a_loss_in_a_publication_is_told_as_a_loss(
+    attached: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the run goes on from its checkpoint, and does not end with a failed publication. Before anything has
+    moved another process takes the place."""
     async with started(config_of({"kind": "ray", "engines": {"count": 2}})) as found:
         config = found._prepared.config
         await found.aside(lambda: found.make_trainer(config.training.optimizer, total_updates=1, reinforcement=True))
         publisher = found.make_publisher(found.make_engine())
         await publisher.publish(None, version=0)
+        before = found.engines.workers[1]
+        os.kill(before.pid, signal.SIGKILL)
+        await publisher.publish(None, version=1)
         lost = found.engines.workers[1]
-        os.kill(lost.pid, signal.SIGKILL)
+        assert lost.pid != before.pid
+        move = Publisher._move
+
+        async def moving(self: Publisher, *given: Any) -> Any:
+            os.kill(lost.pid, signal.SIGKILL)
+            return await move(self, *given)
+
+        monkeypatch.setattr(Publisher, "_move", moving)
         with pytest.raises(WorkerLost) as caught:
-            await publisher.publish(None, version=1)
+            await publisher.publish(None, version=2)
         assert (caught.value.role, caught.value.rank, caught.value.pid) == ("engine", 1, lost.pid)
+
+
+def test_a_loss_counts_once_whoever_hears_of_it() -> None:
+    restarts = Restarts(config_of({"kind": "ray", "supervision": {"restarts": 2}}).cluster.supervision)
+    losses = [WorkerLost("engine", at, "it was killed", node="n", host="h", pid=7, log=None, last=[]) for at in (0, 1)]
+    assert restarts.spend(losses[0]) == 1
+    # Its publication failed too, and the run is set back.
+    assert restarts.set_back(losses[0]) == 1
+    # But a run that is set back by the same again and again comes to an end.
+    assert restarts.set_back(losses[0]) == 0
+    for again in (restarts.set_back, restarts.spend):
+        with pytest.raises(WorkerLost):
+            again(losses[1])
 
 
 async def test_a_fresh_run_that_is_lost_before_it_has_a_folder_is_not_the_one_before(

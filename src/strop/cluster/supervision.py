@@ -68,23 +68,18 @@ class Restarts:
     _mended: list[WorkerLost] = field(default_factory=list)
 
     def spend(self, loss: WorkerLost) -> int:
-        """Count one; returns how many are left.
+        """Count one whose process is started again; returns how many are left.
 
         Raises:
             WorkerLost: none was left.
         """
-        limit = self.settings.restarts
-        if self.spent >= limit:
-            self._mended = [one for one in self._mended if one is not loss]
-            loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
-            raise loss
-        self.spent += 1
+        left = self._count(loss)
         self._mended.append(loss)
-        return limit - self.spent
+        return left
 
     def set_back(self, loss: WorkerLost) -> int:
         """Count one that the run is set back by, but for one that was counted when its process was started again:
-        others may have heard of it nevertheless.
+        others may have heard of it nevertheless. Returns how many are left.
 
         Raises:
             WorkerLost: none was left.
@@ -92,7 +87,16 @@ class Restarts:
         if any(one is loss for one in self._mended):
             self._mended = [one for one in self._mended if one is not loss]
             return self.settings.restarts - self.spent
-        return self.spend(loss)
+        return self._count(loss)
+
+    def _count(self, loss: WorkerLost) -> int:
+        limit = self.settings.restarts
+        if self.spent >= limit:
+            self._mended = [one for one in self._mended if one is not loss]
+            loss.mend = f"lost processes were started again {limit} times already (cluster.supervision.restarts)"
+            raise loss
+        self.spent += 1
+        return limit - self.spent
 
 
 RESTARTS: ContextVar[Restarts | None] = ContextVar("restarts", default=None)
