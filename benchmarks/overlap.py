@@ -22,7 +22,7 @@ import measure
 
 SIZES = {
     "sleeping": {"groups": 16, "size": 4, "tokens": 64, "prompt": 16, "width": 16, "layers": 1, "epochs": 1},
-    "real": {"groups": 8, "size": 6, "tokens": 64, "prompt": 32, "width": 128, "layers": 2, "epochs": 1},
+    "real": {"groups": 16, "size": 8, "tokens": 128, "prompt": 32, "width": 128, "layers": 2, "epochs": 1},
 }
 # Ray makes its workers nice, and the driver would go first.
 VARIABLES = {"RAY_worker_niceness": "0"}
