@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from strop.config.loading import load_config
 from strop.config.pipeline_loading import load_pipeline
 from strop.errors import ConfigError, RunFailure, UserError
 from strop.loops.pipeline import PipelineSummary
+from strop.loops.supervised_run import SupervisedRun
 from strop.models.find import resolve_model
 from strop.tracking.runs import list_runs
 
@@ -183,6 +186,31 @@ def test_a_stop_and_a_failure_say_where_they_happened(stop_at: Any) -> None:
     stop_at(None)
     assert train(pipeline()).stages["ppo"].steps == 4
     assert json.loads((FOLDER / "pipeline.json").read_text())["status"] == "finished"
+
+
+def test_a_stage_that_is_asked_to_leave_ends_the_pipeline_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(pipeline(**{"name": "whole"}))
+    update = SupervisedRun.update
+
+    async def asked(self: SupervisedRun, *given: Any) -> Any:
+        if self.config.run.name == "judge" and self.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return await update(self, *given)
+
+    monkeypatch.setattr(SupervisedRun, "update", asked)
+    left = train(pipeline())
+    assert list(left.stages) == ["sft", "judge"]
+    assert left.stages["judge"].steps == 3
+    assert {stage: status for stage, (status, _) in entries().items()} == {
+        "sft": "finished",
+        "judge": "interrupted",
+        "ppo": "waiting",
+    }
+    assert json.loads((FOLDER / "pipeline.json").read_text())["status"] == "interrupted"
+    monkeypatch.setattr(SupervisedRun, "update", update)
+    found = train(pipeline())
+    assert list(found.stages) == ["sft", "judge", "ppo"]
+    assert weights_of(found.stages["ppo"].folder) == weights_of(whole.stages["ppo"].folder)
 
 
 def test_a_real_failure_of_a_stage_is_the_pipelines() -> None:

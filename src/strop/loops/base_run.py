@@ -159,9 +159,8 @@ class BaseRun(ABC):
                 raise unwritten
 
     def leave(self) -> None:
-        """Save at the end of this step, and end; the same command goes on from there."""
+        """Save at the end of this step, and end; the same command goes on from there. Called from a signal handler."""
         self.leaving = True
-        self.display.message("asked to leave (SIGUSR1): this step is finished and saved, then the run ends", "warning")
 
     def profile_step(self, step: int) -> None:
         """Record a step that is still to come; its profile is in the run's folder."""
@@ -221,6 +220,7 @@ class BaseRun(ABC):
             await self.place.aside(self._settle)
         if self.leaving:
             # A machine that is taken gives half a minute or two.
+            self.display.message("asked to leave (SIGUSR1): this step is saved, then the run ends", "warning")
             await self.save()
             return
         if self.step >= self.config.run.steps or (every and self.step % every == 0):

@@ -74,17 +74,19 @@ def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 @contextmanager
 def when_asked_to_leave(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` on SIGUSR1, which clusters send some time before they take a machine away."""
+    """Call `leave` on SIGUSR1, which clusters send some time before they take a machine away.
+
+    At once, wherever the program is: a run in one process may not come back to the event loop before it has ended.
+    """
     usable = hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread()
     if not usable:
         yield
         return
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGUSR1, leave)
+    before = signal.signal(signal.SIGUSR1, lambda *_: leave())
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, before)
 
 
 @contextmanager

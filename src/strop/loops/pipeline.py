@@ -16,16 +16,16 @@ from strop.loops.preflight import check_stages
 from strop.loops.stages import Action, anew, best_of, in_stage, plan, run_of, settle
 from strop.loops.train import train_run
 from strop.tracking.display import make_display
-from strop.tracking.pipeline_directory import PipelineDirectory, StageEntry, read_pipeline
+from strop.tracking.pipeline_directory import PipelineDirectory, StageEntry, StageStatus, read_pipeline
 from strop.tracking.pipelines import finished_line, print_pipeline
-from strop.tracking.run_directory import read_manifest
+from strop.tracking.run_directory import ASKED_TO_LEAVE, read_manifest
 from strop.tracking.series import folder_name, next_number
 from strop.training.checkpoint import latest_checkpoint, read_state
 
 
 @dataclass(frozen=True)
 class PipelineSummary:
-    """How a pipeline ended: its folder, and how each stage did, by name, in order."""
+    """How a pipeline ended: its folder, and how each stage did, by name, in order, up to one that had to leave."""
 
     folder: Path
     stages: dict[str, TrainingSummary]
@@ -65,6 +65,10 @@ def train_pipeline(
                 found[stage] = _skip(directory, config.stages[stage], stage, done[stage])
             else:
                 found[stage] = _train(directory, config, stage, f"stage {number} of {len(actions)}: {stage}")
+                if _was_left(found[stage]):
+                    # Nor does another stage begin on a machine that is about to be taken.
+                    directory.close("interrupted")
+                    break
     if any(stage.tracking.display != "off" for stage in config.stages.values()):
         from rich.console import Console
 
@@ -100,9 +104,15 @@ def _train(directory: PipelineDirectory, config: PipelineConfig, stage: str, tit
     except BaseException as error:
         directory.update_stage(stage, status="interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
-    directory.update_stage(stage, run=summary.folder.name, status="finished")
+    status: StageStatus = "interrupted" if _was_left(summary) else "finished"
+    directory.update_stage(stage, run=summary.folder.name, status=status)
     _free_memory()
     return summary
+
+
+def _was_left(summary: TrainingSummary) -> bool:
+    """Whether a stage's run saved and ended because it was asked to (SIGUSR1): it goes on with the same command."""
+    return summary.stopped == ASKED_TO_LEAVE
 
 
 def _skip(directory: PipelineDirectory, recipe: Config, stage: str, run: Path) -> TrainingSummary:
