@@ -100,8 +100,8 @@ class LocalBackend:
         return Seen("waiting") if ours is None else Seen("ended", ours.returncode)
 
     def save_and_leave(self, job: Job) -> None:
-        """Ask the run to finish its step, save and end. A pipeline would go on with its next stage, so it is ended,
-        and goes on from the last checkpoint."""
+        """Ask the run to finish its step, save and end. A pipeline, in which nobody listens to that between two stages,
+        is ended, and goes on from the last checkpoint."""
         pipeline = (self._root / job.name / "pipeline.json").is_file()
         self._send(job, signal.SIGTERM if pipeline else signal.SIGUSR1)
 
