@@ -77,7 +77,7 @@ def only(*names: str) -> None:
 
 # --- the same as sampling ------------------------------------------------------------------------------------------
 
-OTHERS = {"tokens/sampled", "tokens/read", "staleness/max"}
+OTHERS = {"tokens/sampled", "tokens/read", "staleness/max", "staleness/mean"}
 """What is counted otherwise where nothing is sampled. Alarms are for what a run samples itself."""
 
 
