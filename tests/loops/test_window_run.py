@@ -145,7 +145,7 @@ def test_past_tokens_are_corrected_unless_the_recipe_says_otherwise() -> None:
     corrected = observe(data)
     put(data, "algorithm.correction", {"kind": "none"})
     bare = observe(data)
-    put(data, "algorithm.correction", {"kind": "truncate", "high": 2.0})
+    put(data, "algorithm.correction", {"kind": "truncate", "high": 2.0, "off_policy": 0.1})
     said = observe(data)
     last = {name: seen.parts["metrics"][-1][2] for name, seen in {"corrected": corrected, "bare": bare}.items()}
     assert last["corrected"]["mismatch/weight_max"] > 1

@@ -23,6 +23,7 @@ from strop.models.save import save_model
 from strop.rollout.engine import SampleRequest, SampleResult
 
 STEPS = 3
+GROUPS = 4
 
 
 @dataclass
@@ -88,7 +89,8 @@ def test_the_trainer_gets_what_the_engine_sampled(
         for sequence in range(batch.sequences):
             here = batch.seq_ids == sequence
             ids, mask = batch.input_ids[here], batch.loss_mask[here]
-            group = int(batch.prompt_ids[sequence])
+            # Prompts are numbered by their place in the step.
+            group = step * GROUPS + int(batch.prompt_ids[sequence])
             sample = sum(1 for other, _ in handed if other == group)
             handed.append((group, sample))
             request, result = seen.sampled[group, sample]
