@@ -13,7 +13,17 @@ from strop.config import Config
 from strop.config.base import StrictModel
 from strop.errors import UserError
 from strop.serve.api.access import Role
-from strop.serve.api.admission import FILES, FORBIDDEN, MODELS, PLAIN, PYTHON_SOURCES, Refused, admit, free_text
+from strop.serve.api.admission import (
+    FILES,
+    FORBIDDEN,
+    MODELS,
+    OR_FUNCTIONS,
+    PLAIN,
+    PYTHON_SOURCES,
+    Refused,
+    admit,
+    free_text,
+)
 
 REFUSED = {
     ("AlgorithmSettings", "arguments"),
@@ -74,7 +84,7 @@ REFUSED = {
 }
 """What only administrators may set. A key that is new in the schema is refused as well, and this test then asks for a
 decision: here, or in the tables of `admission.py`."""
-LOOKED_INTO = {("DataSource", "path"), ("AlgorithmSettings", "name"), ("RunSettings", "folder")}
+LOOKED_INTO = {("DataSource", "path"), ("RunSettings", "folder"), *OR_FUNCTIONS}
 
 
 def sections(kind: type[BaseModel] = Config, seen: set[type[BaseModel]] | None = None) -> Iterator[type[BaseModel]]:

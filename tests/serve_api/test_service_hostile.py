@@ -57,6 +57,14 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "a generate function of slime's form": (recipe(environment={"kind": "slime", "generate": "os:system"}), []),
     "a reward of slime's form": (recipe(rewards=verifier(kind="slime", function="os:system")), []),
     "an algorithm that is a Python class": (recipe(algorithm={"name": "os:system"}), []),
+    "an order of the window that is a Python function": (
+        recipe(rollout={"max_staleness": 2, "window": {"order": "os:system"}}),
+        [],
+    ),
+    "a choice of past groups that is a Python function": (
+        recipe(rollout={"window": {"past": {"groups": 1, "select": "os:system"}}}),
+        [],
+    ),
     "a tool that is a Python function": (
         recipe(environment={"kind": "tools", "tools": [{"kind": "function", "path": "os:system"}]}),
         [],

@@ -31,6 +31,8 @@ MAX_NODES, MAX_DEPTH = 20_000, 40
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """Names of jobs, and so of their runs. No dots: a name never looks like a file or a hidden folder."""
 
+OR_FUNCTIONS = {("AlgorithmSettings", "name"), ("WindowSettings", "order"), ("PastSettings", "select")}
+"""Keys that take one of a few names, or `module:function`, which is an administrator's to name."""
 PYTHON_SOURCES = frozenset(
     f"strop.data.{module}:{function}"
     for module, functions in {
@@ -229,7 +231,7 @@ class Guard:
             rule = self._file
         elif (kind, key) == ("DataSource", "path"):
             rule = lambda path: self._data(path, section.format)  # noqa: E731
-        elif (kind, key) == ("AlgorithmSettings", "name"):
+        elif (kind, key) in OR_FUNCTIONS:
             rule = lambda name: ":" not in name  # noqa: E731
         elif (kind, key) == ("RunSettings", "folder"):
             return
