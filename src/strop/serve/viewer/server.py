@@ -41,7 +41,7 @@ def serve(
             say("anyone who can reach this address can read these runs")
         say("Ctrl-C ends it")
         if open_browser and has_screen():
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(address,), name="browser", daemon=True).start()
         settings = uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
         uvicorn.Server(settings).run(sockets=[listener])
 
