@@ -176,6 +176,7 @@ async def test_samples_are_the_same_when_an_engine_is_lost_on_the_way(hosted: Ho
     assert [(list(r.tokens), r.finish) for r in found] == [(list(r.tokens), r.finish) for r in expected]
     # The other engine has sampled what was lost, while an engine took the place, and it serves what `reload` gave it.
     assert {version for r in found for version in r.versions} == {0}
+    assert router.begun_anew > 0
     assert len(await router.score_each([[3, 4, 5]])) == 2
     assert hosted.reloaded == [1]
     again = await router.engines[1].generate(asked[0])

@@ -180,6 +180,7 @@ async def test_another_prompt_than_noted_begins_anew_and_is_counted(finish: Any)
     await engine.step(6)
     assert (await task).tokens == [10, 11, 12, 13, 14, 15]
     assert (journal.gone_on, journal.begun_anew) == (0, 1)
+    assert journal.metrics() == {"resumed/gone_on": 0.0, "resumed/begun_anew": 1.0}
 
 
 async def test_what_was_gone_on_with_is_noted_with_what_came_since() -> None:

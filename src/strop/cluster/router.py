@@ -49,6 +49,8 @@ class EngineRouter:
         self._home: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._repairs: dict[int, asyncio.Task[None]] = {}
         self._paused = False
+        self.begun_anew = 0
+        """Requests that were begun again because their engine was lost."""
 
     async def generate(self, request: SampleRequest) -> SampleResult:
         """Sample one completion; where its engine is lost on the way, once more on another.
@@ -71,6 +73,7 @@ class EngineRouter:
                 return await engine.generate(request)
             except WorkerLost as loss:
                 self._repair(index, engine, loss)
+                self.begun_anew += 1
             finally:
                 self._outstanding[index] -= tokens
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from strop.loops.run import Run
 
 NOT_OF_THE_STEP = (
-    *("time/", "throughput/", "memory/", "bubble/", "alarms/", "curriculum/"),
+    *("time/", "throughput/", "memory/", "bubble/", "resumed/", "alarms/", "curriculum/"),
     *("window/length_bias", "window/passed_over", "window/forced", "window/past_kept"),
 )
 """Metrics that depend on the clock, the machine and other steps."""

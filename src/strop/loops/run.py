@@ -280,6 +280,8 @@ class Run(BaseRun):
         tokens, seconds = metrics["tokens/sampled"], time.perf_counter() - started
         if self.config.offline is None:
             metrics |= self._overlap(tokens, seconds)
+            if self.config.rollout.max_staleness:
+                metrics |= self.journal.metrics()
             metrics |= self.past.ages(batch, self._trained, self.step - 1) | self.collector.window_metrics
         else:
             # Nobody sampled anything, and versions count the steps of another run.

@@ -23,7 +23,6 @@ from strop.rollout.engine import Engine, FinishReason, SampleRequest, SampleResu
 
 Stream = tuple[int, ...]
 ENDS: tuple[FinishReason, ...] = ("stop", "length", "aborted")
-_UNDER_WAY = ENDS.index("aborted")
 
 
 @dataclass(frozen=True)
@@ -104,6 +103,14 @@ class Journal:
     def go_on(self) -> None:
         """Let requests begin again."""
         self._open.set()
+
+    def metrics(self) -> dict[str, float]:
+        """What became of requests that were cut short, since the run began or went on: gone on with, or begun anew, by
+        an engine that takes the place of a lost one too. Empty while there were none."""
+        anew = self.begun_anew + getattr(self._engine, "begun_anew", 0)
+        if not self.gone_on and not anew:
+            return {}
+        return {"resumed/gone_on": float(self.gone_on), "resumed/begun_anew": float(anew)}
 
     def take_idle(self) -> float:
         """Seconds since this was last asked in which the engine had nothing to sample."""
