@@ -131,8 +131,10 @@ def test_a_disk_that_is_full_keeps_the_groups_before(tmp_path: Path, monkeypatch
 
 def test_a_half_written_group_is_done_again(tmp_path: Path) -> None:
     file = RolloutFile(tmp_path / "out.jsonl", key="k", per_group=2)
-    file.append([row(0), row(0), row(1)])
+    file.append([row(0), row(0), row(1), row(1)])
     file.close()
+    lines = file.partial.read_bytes().splitlines(keepends=True)
+    file.partial.write_bytes(b"".join(lines[:-1]))
     again = RolloutFile(tmp_path / "out.jsonl", key="k", per_group=2)
     assert again.groups == 1
     assert len(list(again.rows())) == 2
@@ -140,3 +142,13 @@ def test_a_half_written_group_is_done_again(tmp_path: Path) -> None:
     other = RolloutFile(tmp_path / "out.jsonl", key="other", per_group=2)
     assert (other.groups, list(other.rows())) == (0, [])
     other.close()
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path, rows: int) -> None:
+    """Whoever writes until enough groups are there would go on for ever."""
+    file = RolloutFile(tmp_path / "out.jsonl", key="k", per_group=2)
+    with pytest.raises(ValueError, match="no whole groups of 2"):
+        file.append([row(0)] * rows)
+    assert file.groups == 0
+    file.close()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -252,7 +252,7 @@ class _Sampler:
         self._done, self._expected = 0, size * self.prepared.per_group
         made = [(number, self.stream.next()[0]) for number in range(first, first + size)]
         groups = await all_or_none([self.collector.make_group(number, prompt) for number, prompt in made])
-        episodes = [_with_baseline(group, self.collector.baselines) for group in groups]
+        episodes = [_with_baseline(group) for group in groups]
         if config.rewards is not None:
             judged = [reward_of(episode) for group in episodes for episode in group]
             check_errors(judged, first_step=first == 0, settings=config.rewards)
@@ -261,7 +261,6 @@ class _Sampler:
         metrics |= {"time/step": seconds, "throughput/tokens_per_second": metrics["tokens/sampled"] / seconds}
         step = -(-(first + size) // config.rollout.groups_per_step)
         self.display.step(StepView(step, self._windows, metrics, sample_of(groups, self._texts, step)))
-        self.collector.baselines.clear()
         pairs = zip(made, episodes, strict=True)
         return [self._row(episode, prompt) for (_, prompt), group in pairs for episode in group]
 
@@ -302,8 +301,8 @@ class _Sampler:
         return rollout_row(found, episode.row)
 
 
-def _with_baseline(group: Group, baselines: Mapping[int, Episode]) -> Sequence[Episode]:
-    return [*group.episodes, *([baselines[group.number]] if group.number in baselines else [])]
+def _with_baseline(group: Group) -> Sequence[Episode]:
+    return group.episodes if group.baseline is None else [*group.episodes, group.baseline]
 
 
 def _of_run(config: Config, run: Path, checkpoint: int | None) -> tuple[Config, int]:

@@ -78,9 +78,7 @@ class Collector(Windows[PromptLike]):
         baseline = list(chain.from_iterable(played[self._group_size :]))
         if self._scorer is not None:
             await score_episodes([*episodes, *baseline], prompt, self._scorer)
-        if baseline:
-            self._compared[number] = baseline[0]
-        return Group(number, prompt.prompt_id, episodes)
+        return Group(number, prompt.prompt_id, episodes, baseline[0] if baseline else None)
 
     async def _roll_out(self, episode: Episode, prompt: PromptLike, attempt: int) -> list[Episode]:
         # The draws of another attempt at the same place are others.

@@ -278,8 +278,12 @@ class Episode:
 
 @dataclass
 class Group:
-    """The episodes of one prompt, in order of their sample index."""
+    """The episodes of one prompt, in order of their sample index.
+
+    baseline: the most likely completion, which the others are compared with, where the algorithm asks for it.
+    """
 
     number: int
     prompt_id: str
     episodes: list[Episode]
+    baseline: Episode | None = None

@@ -98,16 +98,16 @@ class RecordedCollector(Windows[GroupLike]):
 
     async def make_group(self, number: int, prompt: GroupLike, attempt: int = 0) -> Group:
         episodes = [self._episode(number, sample, one, prompt) for sample, one in enumerate(prompt.completions)]
-        baseline = []
+        baseline = None
         if self._greedy:
             if prompt.baseline is None:
                 raise without_baseline(prompt.prompt.prompt_id)
-            baseline = [self._episode(number, GREEDY, prompt.baseline, prompt)]
-            self._compared[number] = baseline[0]
+            baseline = self._episode(number, GREEDY, prompt.baseline, prompt)
         if self._scorer is not None:
-            await score_episodes([*episodes, *baseline], prompt.prompt, self._scorer)
+            judged = [*episodes, *([] if baseline is None else [baseline])]
+            await score_episodes(judged, prompt.prompt, self._scorer)
         self._foreign[number] = any(one.fingerprint != self._fingerprint for one in prompt.completions)
-        return Group(number, prompt.prompt.prompt_id, episodes)
+        return Group(number, prompt.prompt.prompt_id, episodes, baseline)
 
     def _episode(self, number: int, sample: int, recorded: CompletionLike, group: GroupLike) -> Episode:
         episode = Episode(number, sample, dict(recorded.row), group.prompt.prompt_id)

@@ -73,7 +73,6 @@ class Windows(ABC, Generic[Prompt]):
         """How often groups of the last window were replaced."""
         self.baselines: dict[int, Episode] = {}
         """The most likely completion of each group of the last window, by the group's number, where it is asked for."""
-        self._compared: dict[int, Episode] = {}
         self._completions: Counter[int] = Counter()
         self._due: frozenset[int] = frozenset()
         self._expected = 0
@@ -81,7 +80,7 @@ class Windows(ABC, Generic[Prompt]):
 
     @abstractmethod
     async def make_group(self, number: int, prompt: Prompt, attempt: int = 0) -> Group:
-        """The whole group of a number, scored; its baseline, if it has one, is put into `_compared`.
+        """The whole group of a number, scored, with its baseline if it has one.
 
         Args:
             attempt: how often the group in its place has been replaced.
@@ -117,7 +116,7 @@ class Windows(ABC, Generic[Prompt]):
             raise
         for number in self._due:
             del self._tasks[number], self._admitted[number], self._completions[number]
-        self.baselines = {number: self._compared.pop(number) for number in sorted(self._due & self._compared.keys())}
+        self.baselines = {group.number: group.baseline for group in groups if group.baseline is not None}
         return groups
 
     @property

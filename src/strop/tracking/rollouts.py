@@ -116,8 +116,11 @@ class RolloutFile:
         """Write whole groups; they are on the disk when this returns.
 
         Raises:
-            RunFailure: the disk is full, say; the groups before stay.
+            RunFailure: the disk is full, say; the groups before stay. ValueError: these are no whole groups.
         """
+        if not rows or len(rows) % self._per_group:
+            # Whoever writes until enough groups are there would never come to an end.
+            raise ValueError(f"{len(rows)} rows are no whole groups of {self._per_group}")
         data, size = b"".join(_line(row) for row in rows), os.fstat(self._handle).st_size
         try:
             while data:
