@@ -133,6 +133,44 @@ def test_what_was_changed_is_found_and_not_approved(registry: Registry, root: Pa
     assert registry.move("sums", 2, Stage.approved, by="carol")
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("stage = 'approved'", "it is approved, and was signed as retired"),
+        (
+            "stage = 'approved', changes = replace(changes, 'retired', 'approved')",
+            "change to approved is not as signed",
+        ),
+        ("changes = replace(changes, 'carol', 'alice')", "change to approved is not as signed"),
+        ("changes = json_remove(changes, '$[0]')", "change to retired is not as signed"),
+        ("changes = json_remove(changes, '$[0].signature')", "change to approved is not as signed"),
+        ("stage = 'candidate', changes = '[]'", ""),
+        (
+            "stage = 'approved', changes = (SELECT changes FROM versions WHERE version = 2)",
+            "change to approved is not as signed",
+        ),
+    ],
+)
+def test_a_stage_that_nobody_signed_is_not_believed(registry: Registry, root: Path, change: str, problem: str) -> None:
+    for _ in range(2):
+        registry.add(root / "second", "sums", checkpoint="step-000004", by="alice")
+        registry.move("sums", len(registry.list("sums")), Stage.approved, by="carol")
+    registry.move("sums", 1, Stage.retired, by="carol")
+    registry.verify("sums", 1)
+    with registry._database.writing() as connection:
+        connection.execute(f"UPDATE versions SET {change} WHERE version = 1")
+    if not problem:
+        # Nothing says that there was more; the audit log does.
+        assert registry.get("sums", 1).stage is Stage.candidate
+        return
+    for ask in (registry.get, registry.verify, registry.card):
+        with pytest.raises(NotAsSigned, match=problem):
+            ask("sums", 1)
+    with pytest.raises(NotAsSigned, match=problem):
+        registry.export("sums", 1, root / "out")
+    assert registry.get("sums").version == 2
+
+
 def test_an_export_can_be_checked_without_the_registry(registry: Registry, root: Path, tmp_path: Path) -> None:
     found = registry.add(root / "second", "sums", checkpoint="step-000004", by="alice")
     out = registry.export("sums", 1, root / "out")

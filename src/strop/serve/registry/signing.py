@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ MANIFEST, SIGNATURE = "manifest.json", "manifest.sig"
 FORMAT = "strop-model-1"
 _CONTEXT = b"strop model manifest\0"
 """Signed in front of a manifest: a signature of it is one of nothing else."""
+_STAGE = b"strop model stage\0"
+"""The same in front of a change of stage."""
 
 
 class NotAsSigned(RunFailure):
@@ -63,6 +66,10 @@ class SigningKey:
         """The signature of a manifest, 128 hexadecimal digits."""
         return self.private.sign(_CONTEXT + manifest).hex()
 
+    def sign_change(self, change: dict[str, Any], behind: str) -> dict[str, Any]:
+        """A change of stage with its signature, which holds behind one other signature only."""
+        return change | {"signature": self.private.sign(_STAGE + canonical([behind, change])).hex()}
+
 
 def manifest_of(folder: Path, about: dict[str, Any]) -> bytes:
     """Every file below a folder with its size and SHA-256, and what they are, as canonical JSON.
@@ -94,15 +101,9 @@ def check(folder: Path, manifest: bytes, signature: str, public: str) -> None:
     Raises:
         NotAsSigned: they are not; the first that is wrong is named.
     """
-    _, ed25519 = _cryptography()
-    from cryptography.exceptions import InvalidSignature
-
-    try:
-        key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
-        key.verify(bytes.fromhex(signature), _CONTEXT + manifest)
-    except (InvalidSignature, ValueError):
+    if not _signed(_CONTEXT + manifest, signature, public):
         mend = "it was changed, or signed by another key"
-        raise NotAsSigned("the manifest is not signed by this key", where=str(folder), mend=mend) from None
+        raise NotAsSigned("the manifest is not signed by this key", where=str(folder), mend=mend)
     signed = json.loads(manifest)
     if signed.get("format") != FORMAT:
         raise NotAsSigned(f"this is not a manifest of the form {FORMAT}", where=str(folder))
@@ -114,6 +115,36 @@ def check(folder: Path, manifest: bytes, signature: str, public: str) -> None:
             raise NotAsSigned(f"{name} was not signed", where=str(folder))
         if signed["files"][name] != there[name]:
             raise NotAsSigned(f"{name} is not the file that was signed", where=str(folder))
+
+
+def check_changes(changes: Sequence[Mapping[str, Any]], behind: str, public: str, *, where: str) -> None:
+    """Check that changes of stage are those that were signed, in this order.
+
+    Args:
+        behind: the signature of the manifest, which the first change was signed behind.
+
+    Raises:
+        NotAsSigned: one is not. That the last ones were left out is for the caller to see.
+    """
+    for change in changes:
+        unsigned = {name: value for name, value in change.items() if name != "signature"}
+        signature = str(change.get("signature", ""))
+        if not _signed(_STAGE + canonical([behind, unsigned]), signature, public):
+            mend = "it was changed, left out, or signed by another key; look into the audit log"
+            raise NotAsSigned(f"its change to {change.get('stage')} is not as signed", where=where, mend=mend)
+        behind = signature
+
+
+def _signed(data: bytes, signature: str, public: str) -> bool:
+    """Whether a key has signed this."""
+    _, ed25519 = _cryptography()
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(public)).verify(bytes.fromhex(signature), data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def sha256_of(path: Path) -> str:

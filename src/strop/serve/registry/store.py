@@ -16,7 +16,7 @@ from strop.serve.api.confined import NotServed, folder_below, parts_of
 from strop.serve.api.database import Database
 from strop.serve.registry.card import card
 from strop.serve.registry.lineage import lineage_of, scores_at
-from strop.serve.registry.signing import NotAsSigned, SigningKey, canonical, check, manifest_of
+from strop.serve.registry.signing import NotAsSigned, SigningKey, canonical, check, check_changes, manifest_of
 from strop.tracking.atomic import sync_file, sync_folder
 from strop.tracking.run_directory import now, read_manifest
 
@@ -50,7 +50,7 @@ MAY_BECOME = {
 @dataclass(frozen=True)
 class Version:
     """One version of a model. scores: measured with these weights. before: those before training. changes: who moved
-    it to which stage, and when."""
+    it to which stage, and when, each signed behind the one before and the first behind the manifest."""
 
     name: str
     version: int
@@ -126,10 +126,11 @@ class Registry:
         """One version; the newest approved one when None.
 
         Raises:
-            UserError: there is none.
+            UserError: there is none. NotAsSigned: it is in a stage that nobody signed.
         """
         for found in self.list(name):
             if found.version == version or (version is None and found.stage is Stage.approved):
+                self._check_stage(found, SigningKey.of(self.folder).public)
                 return found
         what = f"{name} has no version {version}" if version is not None else f"no version of {name} is approved"
         raise UserError(what, where=name, mend="`strop registry list` shows what there is")
@@ -142,13 +143,16 @@ class Registry:
         """
         if stage is Stage.approved:
             self.verify(name, version)
+        key = SigningKey.of(self.folder)
         with self._database.writing() as connection:
             now_at = self.get(name, version)
             if stage not in MAY_BECOME[now_at.stage]:
                 may = " or ".join(MAY_BECOME[now_at.stage]) or "nothing else"
                 what = f"{name} {version} is {now_at.stage}, and cannot become {stage}"
                 raise UserError(what, where=f"{name} {version}", mend=f"it can become {may}")
-            changes = [*now_at.changes, {"stage": stage.value, "by": by, "time": now()}]
+            behind = now_at.changes[-1]["signature"] if now_at.changes else now_at.signature
+            change = {"stage": stage.value, "by": by, "time": now()}
+            changes = [*now_at.changes, key.sign_change(change, behind)]
             connection.execute(
                 "UPDATE versions SET stage = ?, changes = ? WHERE name = ? AND version = ?",
                 (stage.value, json.dumps(changes), name, version),
@@ -156,7 +160,7 @@ class Registry:
         return self.get(name, version)
 
     def verify(self, name: str, version: int, *, public: str | None = None) -> Version:
-        """Check that the files of a version are those that were registered, and what is said of it too.
+        """Check that the files of a version are those that were registered, and what is said of it and its stage too.
 
         Args:
             public: the key that must have signed; the registry's own when None.
@@ -166,7 +170,9 @@ class Registry:
         """
         found = self.get(name, version)
         manifest = self.manifest(name, version)
-        check(self.files(name, version), manifest, found.signature, public or SigningKey.of(self.folder).public)
+        public = public or SigningKey.of(self.folder).public
+        check(self.files(name, version), manifest, found.signature, public)
+        self._check_stage(found, public)
         about = {"name": name, "version": version, "lineage": found.lineage, "scores": found.scores}
         if canonical(json.loads(manifest)["about"]) != canonical(about):
             raise NotAsSigned("what the registry says of it is not what was signed", where=f"{name} {version}")
@@ -218,6 +224,15 @@ class Registry:
             sync_file(path) if path.is_file() else sync_folder(path)
         sync_folder(target.parent)
         return manifest_of(target, about)
+
+    def _check_stage(self, found: Version, public: str) -> None:
+        """Raise NotAsSigned unless a version's stage is where signed changes have led."""
+        where = f"{found.name} {found.version}"
+        check_changes(found.changes, found.signature, public, where=where)
+        led = found.changes[-1]["stage"] if found.changes else Stage.candidate.value
+        if found.stage.value != led:
+            mend = "look into the audit log for who moved it"
+            raise NotAsSigned(f"it is {found.stage}, and was signed as {led}", where=where, mend=mend)
 
     def _check_model(self, model: Path) -> None:
         """Raise UserError unless a model is a folder of plain files below the root."""
