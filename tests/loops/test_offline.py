@@ -231,7 +231,7 @@ async def test_computed_ones_are_those_of_the_weights_of_the_start(extra: dict[s
     rollouts(**{"rollout.temperature": 0.8})
     known = {(row["prompt"], *row["completion_ids"]): row["logprobs"] for row in rows_of("rollouts.jsonl")}
     rewritten("rollouts.jsonl", lambda row: {name: v for name, v in row.items() if name != "logprobs"})
-    data = offline(**{"offline.logprobs": "compute", "rollout.temperature": 0.8, **extra})
+    data = offline(**{"offline.logprobs": "compute", "rollout.temperature": 0.8, "run.steps": 3, **extra})
     found = await batches(data, 3)
     records = episodes_of(Path("runs/offline"))
     assert len(records) == 48
