@@ -37,6 +37,7 @@ class IdleEngine:
     def __init__(self, groups: int, size: int, tokens: int) -> None:
         draw = np.random.default_rng(0)
         self._groups, self._tokens, self._version = groups, tokens, 0
+        self._versions = np.zeros(tokens, dtype=np.int32)
         kinds = len(CHARACTERS)
         self._prepared = [
             [
@@ -52,10 +53,11 @@ class IdleEngine:
     async def generate(self, request: SampleRequest) -> SampleResult:
         group, sample = request.stream[:2]
         tokens, logprobs = self._prepared[group % self._groups][sample]
-        return SampleResult(tokens, logprobs, np.full(self._tokens, self._version, dtype=np.int32), "length")
+        return SampleResult(tokens, logprobs, self._versions, "length")
 
     async def update_weights(self, update: WeightUpdate) -> int:
         self._version = update.version
+        self._versions = np.full(self._tokens, self._version, dtype=np.int32)
         return self._version
 
     def take_stats(self) -> EngineStats:

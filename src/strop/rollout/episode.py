@@ -17,8 +17,12 @@ import numpy as np
 TurnId = int
 _NO_LOGPROBS, _NO_VERSIONS = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32)
 """Those of a turn that nobody sampled."""
-_HAIR = np.float32(1e-4)
-"""Largest log-probability that is one."""
+for _array in (_NO_LOGPROBS, _NO_VERSIONS):
+    _array.flags.writeable = False
+_HAIR, _ONE = np.float32(1e-4), np.float32(0.0)
+"""Largest log-probability that is one, and that of what is certain."""
+# What `min` and `max` call, without a wrapper that takes as long as a completion's numbers do.
+_least, _most = np.minimum.reduce, np.maximum.reduce
 
 
 class Status(StrEnum):
@@ -153,10 +157,10 @@ class Episode:
         # None becomes NaN, which is in no range. A hair above 0 is rounding of log-sum-exp; anything more is a
         # log-probability of something else.
         numbers, served = np.asarray(logprobs, dtype=np.float32), np.asarray(versions, dtype=np.int32)
-        if len(numbers) and not (numbers.min() > -np.inf and numbers.max() <= _HAIR):
+        if len(numbers) and not (_least(numbers) > -np.inf and _most(numbers) <= _HAIR):
             position = int(np.argmin((numbers > -np.inf) & (numbers <= _HAIR)))
             raise ValueError(f"sampled token {position} has log-probability {logprobs[position]}")
-        if len(served) and served.min() < 0:
+        if len(served) and _least(served) < 0:
             position = int(np.argmax(served < 0))
             raise ValueError(f"sampled token {position} has weight version {versions[position]}")
         return self._append("assistant", tokens, numbers, served, parent, finish)
@@ -232,14 +236,14 @@ class Episode:
             raise ValueError(f"turn {parent} does not exist; the episode has {len(self.turns)} turns")
         # Copies: an array of the caller's must neither be locked nor be able to change what was written.
         ids = np.array(tokens, dtype=np.int64)
-        if ids.ndim != 1 or (len(ids) and ids.min() < 0):
+        if ids.ndim != 1 or (len(ids) and _least(ids) < 0):
             raise ValueError("tokens must be a flat sequence of token ids of at least 0")
+        ids.flags.writeable = False
         sure, served = _NO_LOGPROBS, _NO_VERSIONS
         if role == "assistant":
-            sure = np.minimum(np.asarray(logprobs, dtype=np.float32), 0.0)
+            sure = np.minimum(np.asarray(logprobs, dtype=np.float32), _ONE)
             served = np.array(versions, dtype=np.int32)
-        for array in (ids, sure, served):
-            array.setflags(write=False)
+            sure.flags.writeable = served.flags.writeable = False
         self.turns.append(Turn(role, ids, sure, served, parent, finish))
         return len(self.turns) - 1
 

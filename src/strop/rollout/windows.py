@@ -9,7 +9,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -75,7 +75,7 @@ class Windows(ABC, Generic[Prompt]):
         """The most likely completion of each group of the last window, by the group's number, where it is asked for."""
         self._completions: Counter[int] = Counter()
         self._due: frozenset[int] = frozenset()
-        self._expected = 0
+        self._done = self._expected = 0
         self._last_completion = 0.0
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Windows(ABC, Generic[Prompt]):
             self._begin()
             if len(self._tasks) < size:
                 raise RuntimeError(f"step {step} needs {size} groups, and {len(self._tasks)} were admitted")
-            self._due = frozenset(await self._choose(step, size))
+            self._wait_for(await self._choose(step, size))
             groups = await asyncio.gather(*(self._tasks[number] for number in sorted(self._due)))
             groups = await self._replace_worthless(list(groups))
             self._raise_failures()
@@ -160,7 +160,7 @@ class Windows(ABC, Generic[Prompt]):
         if self.order is None:
             return sorted(self._tasks)[:size]
         # Until it is known which, completions of all of them count for the display.
-        self._due = frozenset(self._tasks)
+        self._wait_for(self._tasks)
         return await self.order.choose(step, self._tasks, {n: self._admitted[n].version for n in self._tasks})
 
     def _raise_failures(self) -> None:
@@ -175,9 +175,14 @@ class Windows(ABC, Generic[Prompt]):
         if number not in self._due:
             return
         self._last_completion = time.perf_counter()
+        self._done += count
         if self._progress is not None:
-            done = sum(self._completions[due] for due in self._due)
-            self._progress(min(done, self._expected), self._expected)
+            self._progress(min(self._done, self._expected), self._expected)
+
+    def _wait_for(self, numbers: Iterable[int]) -> None:
+        """Completions of these groups are what the display counts."""
+        self._due = frozenset(numbers)
+        self._done = sum(self._completions[number] for number in self._due)
 
     async def _replace_worthless(self, groups: list[Group]) -> list[Group]:
         """Make groups of other prompts in place of those that are not worth training: dynamic sampling.

@@ -199,13 +199,18 @@ def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[list[i
         for tokens, grams in zip(completions, parts, strict=True)
     ]
     grams = np.concatenate(sets)
+    owners = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
     # Most n-grams are of one completion alone, and count for no pair.
     ordered = np.sort(grams)
     shared = _distinct(ordered[1:][ordered[1:] == ordered[:-1]])
     common = np.zeros((len(sets), len(sets)), dtype=np.int64)
     for start in range(0, len(shared), BLOCK):
         block = shared[start : start + BLOCK]
-        has = np.stack([np.isin(block, one, assume_unique=True) for one in sets]).astype(np.float32)
+        has = np.zeros((len(sets), len(block)), dtype=np.float32)
+        # Where each n-gram of each completion would stand in the block, and whether it does.
+        at = np.minimum(np.searchsorted(block, grams), len(block) - 1)
+        found = block[at] == grams
+        has[owners[found], at[found]] = 1.0
         common += (has @ has.T).astype(np.int64)
     return [len(one) for one in sets], common.tolist()
 
