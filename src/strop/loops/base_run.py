@@ -23,6 +23,7 @@ from strop.loops.place import Place
 from strop.loops.profile import StepProfile
 from strop.loops.randomness import random_state, restore_random, settle
 from strop.loops.selection import evaluations_of, stop_reason
+from strop.loops.spans import StepSpans
 from strop.tracking.display import Display, Summary, make_display
 from strop.tracking.metrics import MetricsWriter
 from strop.tracking.run_directory import ASKED_TO_LEAVE
@@ -53,6 +54,7 @@ class BaseRun(ABC):
         self.display = display
         self.directory = opened.directory
         self.metrics: MetricsWriter = opened.metrics
+        self.spans = StepSpans(opened.timeline)
         self.trainer: Any = None
         self._times: dict[str, float] = {}
         self._tokens = {"sampled": 0, "trained": 0}
@@ -310,8 +312,9 @@ class BaseRun(ABC):
         return found
 
     def _note(self, phase: str, started: float, ended: float | None = None) -> float:
-        """Tell the profile, if one is made, of a phase that has ended, now or then; returns its seconds."""
+        """Note a phase that has ended, now or then, for the timeline and the profile; returns its seconds."""
         ended = time.perf_counter() if ended is None else ended
+        self.spans.note(phase, started, ended)
         if self.profile is not None:
             self.profile.note(phase, started, ended)
         return ended - started
@@ -363,6 +366,7 @@ class BaseRun(ABC):
         self.look_as_before()
         self.display.close()
         self.metrics.close()
+        self.spans.close()
         await self.place.close()
         if error is None:
             self.directory.close("finished" if self.done and not self.leaving else "interrupted")

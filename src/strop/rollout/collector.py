@@ -77,7 +77,8 @@ class Collector(Windows[PromptLike]):
         episodes = list(chain.from_iterable(played[: self._group_size]))
         baseline = list(chain.from_iterable(played[self._group_size :]))
         if self._scorer is not None:
-            await score_episodes([*episodes, *baseline], prompt, self._scorer)
+            with self.verifying:
+                await score_episodes([*episodes, *baseline], prompt, self._scorer)
         if baseline:
             self._compared[number] = baseline[0]
         return Group(number, prompt.prompt_id, episodes)

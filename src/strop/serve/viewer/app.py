@@ -22,6 +22,7 @@ from strop.serve.viewer.catalog import Catalog, NotFound, inside
 from strop.serve.viewer.differences import differences
 from strop.serve.viewer.readings import Readings, Recipe
 from strop.serve.viewer.timeline import timeline
+from strop.tracking.timeline import read_step
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -166,7 +167,8 @@ def _add_api(app: FastAPI, catalog: Catalog, readings: Readings) -> None:
         line = tail.line("train", step)
         if line is None:
             raise NotFound(f"the run recorded no step {step}", where=run)
-        return answer(request, {"step": step, "time": line[0]} | timeline(line[1], Recipe.of(where).values))
+        recorded = read_step(inside(where, "timeline.jsonl"), step)
+        return answer(request, {"step": step, "time": line[0]} | timeline(line[1], Recipe.of(where).values, recorded))
 
     @app.get("/api/config")
     def config(request: Request, run: Name) -> Response:
