@@ -67,7 +67,7 @@ def test_of_very_many_intervals_few_are_kept() -> None:
     for _ in range(5000):
         with busy:
             pass
-        assert len(busy._found) < 2 * MOST
+        assert len(busy._found) < 16 * MOST
     found = busy.take()
     assert len(found) == MOST
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(found))

@@ -16,6 +16,7 @@ from strop.loops.lineage import Inputs, inputs_of, other_models, run_name, same_
 from strop.loops.prepare import Prepared
 from strop.tracking.display import Display
 from strop.tracking.episodes import drop_episodes_after
+from strop.tracking.load import LoadSampler
 from strop.tracking.metrics import MetricsWriter, read_metrics
 from strop.tracking.run_directory import RunDirectory, read_manifest
 from strop.tracking.timeline import TimelineWriter
@@ -52,13 +53,18 @@ class OpenedFolder:
     state: dict[str, Any] = field(default_factory=dict)
     history: Sequence[Mapping[str, float]] = ()
     timeline: TimelineWriter | None = None
+    load: LoadSampler | None = None
 
     def close(self, error: BaseException) -> None:
         """Give the folder back after something failed."""
-        self.metrics.close()
-        if self.timeline is not None:
-            self.timeline.close()
+        self.close_files()
         close_after(self.directory, error)
+
+    def close_files(self) -> None:
+        """Close what is written all the time."""
+        for one in (self.load, self.metrics, self.timeline):
+            if one is not None:
+                one.close()
 
 
 def close_after(directory: RunDirectory, error: BaseException) -> None:
@@ -159,4 +165,5 @@ def _opened(directory: RunDirectory, config: Config, display: Display, checkpoin
         metrics.truncate_after(step)
         drop_episodes_after(directory.episodes_folder, step)
     history = [record.metrics for record in read_metrics(directory.metrics_path, kind="train")]
-    return OpenedFolder(directory, metrics, checkpoint, state, history, timeline)
+    load = LoadSampler(directory.load_path, config.tracking.load_every, warn=warn)
+    return OpenedFolder(directory, metrics, checkpoint, state, history, timeline, load)

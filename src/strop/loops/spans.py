@@ -51,7 +51,3 @@ class StepSpans:
         if self._writer is not None:
             spans = tuple(Span(phase, lane, start - self._began, end - start) for phase, lane, start, end in noted)
             self._writer.log(StepTimeline(step, self._clock, seconds, spans))
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()

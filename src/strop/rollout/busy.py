@@ -59,7 +59,7 @@ class Busy:
         elif not works and self._since is not None:
             self._found.append((self._since, time.perf_counter()))
             self._since = None
-            if len(self._found) >= 2 * MOST:
+            if len(self._found) >= 16 * MOST:
                 self._found = fewer(self._found, MOST)
 
 

@@ -97,7 +97,8 @@ def test_links_that_lead_out_are_not_followed(folder: Path, tmp_path: Path) -> N
     (folder / "link").symlink_to(secret)
     (run / "episodes" / "step-000002.parquet").symlink_to(secret / "episodes" / "step-000001.parquet")
     write_spans(secret, 1)
-    for name in ("metrics.jsonl", "config.yaml", "timeline.jsonl"):
+    (secret / "load.jsonl").write_text('{"time": 1.0, "step": 1, "node": "there", "cpu_percent": 1.0}\n')
+    for name in ("metrics.jsonl", "config.yaml", "timeline.jsonl", "load.jsonl"):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(secret / name)
     client = client_of(folder)
@@ -105,6 +106,7 @@ def test_links_that_lead_out_are_not_followed(folder: Path, tmp_path: Path) -> N
     assert one == {"run": "one", "status": "unreadable", "problem": "this file lies outside of the run's folder"}
     for route, query in (
         ("series", {"names": "loss"}),
+        ("load", {}),
         ("config", {}),
         ("episodes", {"step": 2}),
         ("timeline", {"step": 1}),

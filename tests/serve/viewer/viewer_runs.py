@@ -34,6 +34,7 @@ ALARM = {
 ROUTES = (
     "run",
     "series",
+    "load",
     "steps",
     "config",
     "episodes?step=1",
