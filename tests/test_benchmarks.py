@@ -190,6 +190,13 @@ def test_a_checkpoint_is_written_in_both_ways(tmp_path: Path) -> None:
     assert found["copied_bytes"] == pytest.approx(12 * found["weights"], rel=0.01)
 
 
+def test_the_timeline_and_the_load_are_written_as_in_a_run(tmp_path: Path) -> None:
+    found = smoke("tracking_cost", tmp_path / "t.json")
+    assert list(found["milliseconds"]) == ["step, all at once", "step, one after another", "look at the machine"]
+    # Eight phases, as many intervals as are kept of engine and verifiers, and the list of all.
+    assert found["spans"] == 8 + 24 + 24 + 1
+
+
 def test_ranks_are_compared_with_one_process(tmp_path: Path) -> None:
     ways = smoke("ranks", tmp_path / "r.json", "--only", "ddp 2", "tensor 2, sequence")["ways"]
     assert list(ways) == ["one, float32", "one", "ddp 2", "tensor 2, sequence"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead_runs import ages, by_step, trained, versions_of
+from ahead_runs import ages, by_step, clocked, overlap, trained, versions_of
 from tiny_runs import HELD_OUT, recipe, weights_of
 
 from strop.cluster.session import Session
@@ -83,6 +83,12 @@ def test_each_completion_is_of_one_version_where_it_is_to_be(
     assert 1 <= max(ages(run)) <= BOUND
     assert min(ages(run)) >= 0
     assert len(trained(run)) == 28
+    # The timeline has a lane for each engine; those with weights of their own sample while the trainer trains.
+    spans = clocked(run)
+    lanes = {lane for phase, lane in spans if phase == "sampling" and lane != "driver"}
+    assert lanes == ({"engine 0", "engine 1"} if cluster is APART else {"engine"})
+    for lane in lanes:
+        assert (overlap(spans["sampling", lane], spans["training", "trainer"]) > 0) == (cluster is APART)
 
 
 class Kills:

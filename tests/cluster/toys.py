@@ -164,3 +164,16 @@ def tiny_engine(seed: int, version: int = 0) -> Any:
         for parameter in model.parameters():
             parameter.mul_(3.0)
     return LocalEngine(model, None, eos_ids=(1,), seed=11, context=512)
+
+
+class HangingProbe:
+    """As where a driver of cards does not answer."""
+
+    def take(self, processes: list[int]) -> dict[str, float]:
+        time.sleep(600)
+        return {}
+
+
+class FailingProbe:
+    def take(self, processes: list[int]) -> dict[str, float]:
+        raise OSError("no card")

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_rewards
-from ahead_runs import ages, by_step, trained, versions_of
+from ahead_runs import ages, by_step, in_a_thread, served_apart, trained, versions_of
 from tiny_runs import HELD_OUT, recipe
 
 from strop.config.loading import load_config
 from strop.errors import RunFailure
-from strop.loops.place import Here
 from strop.loops.run import Run
 from strop.loops.train import train
 from strop.rollout.engine import SampleRequest, SampleResult
@@ -46,11 +45,7 @@ def lines(run: Path, kind: str) -> list[int]:
 @pytest.fixture
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer computes in a thread and the engine on the event loop, as they do in a process that both share."""
-
-    async def aside(self: Here, work: Callable[[], Any]) -> Any:
-        return await asyncio.to_thread(work)
-
-    monkeypatch.setattr(Here, "aside", aside)
+    in_a_thread(monkeypatch)
 
 
 @pytest.mark.parametrize("in_flight", [True, False], ids=["in flight", "one version"])
@@ -84,43 +79,6 @@ def test_an_engine_with_the_trainers_weights_takes_no_step_during_an_update(
     mixed = [versions for versions in versions_of(run) if len(set(versions)) > 1]
     assert bool(mixed) == in_flight
     assert [group for _, group, _, _ in trained(run)] == list(range(20))
-
-
-def served_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine have weights of its own, so that evaluations go on beside training."""
-    import copy
-
-    from strop.loops import assembly, idle
-    from strop.rollout.engine import WeightUpdate
-
-    class Publisher(assembly.SharedPublisher):
-        async def publish(self, trainer: Any, *, version: int) -> dict[str, float]:
-            tensors = [(name, p.detach()) for name, p in trainer.model.named_parameters()]
-            await self._engine.update_weights(WeightUpdate(version, tensors))
-            return await super().publish(trainer, version=version)
-
-    make = assembly.make_engine
-
-    def apart(prepared: Any, roles: Any) -> Any:
-        import dataclasses
-
-        return make(prepared, dataclasses.replace(roles, model=copy.deepcopy(roles.model)))
-
-    init = Here.__init__
-
-    def elsewhere(self: Here, *given: Any) -> None:
-        init(self, *given)
-        self.shares_weights = False
-
-    monkeypatch.setattr(Here, "__init__", elsewhere)
-    # The recipe says that they are shared, which refuses `update_every`.
-    monkeypatch.setattr(idle, "idle_ahead", lambda config: iter(()))
-    monkeypatch.setattr(assembly, "make_engine", apart)
-    monkeypatch.setattr(
-        assembly,
-        "make_publisher",
-        lambda roles, engine: Publisher(engine, assembly.make_probe(roles.vocabulary, roles.dtype)),
-    )
 
 
 EVALUATED = {"data.eval": HELD_OUT, "evaluation.every": 2, "run.steps": 6, "checkpoint.every": 1}

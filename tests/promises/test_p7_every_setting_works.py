@@ -1066,6 +1066,7 @@ TABLE: dict[str, Case] = {
     "tracking.wandb_project": Case("p", "refused", says="tracking.wandb_project"),
     "tracking.mlflow_uri": Case("http://localhost:1", "refused", says="tracking.mlflow_uri"),
     "tracking.episodes_every": Case(2, "files", steady=True),
+    "tracking.load_every": Case(0.0, "files", steady=True),
     "run.steps": Case(1),
     "run.seed": Case(1),
     "run.name": Case("mine", "folder", steady=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -19,6 +20,7 @@ from strop.serve.curves import MAX_POINTS, curve
 from strop.serve.report import report
 from strop.tracking.episodes import EpisodeRecord, write_episodes
 from strop.tracking.run_directory import RunDirectory
+from strop.tracking.text import show_metric
 
 EVIL = '"><script src="https://evil.example/x.js">alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m&amp;'
 
@@ -55,6 +57,25 @@ def episode(group: int, reward: float, prompt: str, completion: str) -> EpisodeR
         tokens=np.array([1, 2]),
         loss_mask=np.array([False, True]),
     )
+
+
+def test_the_load_of_machines_is_drawn_for_each(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path, "run", config_yaml="a: 1") as run:
+        lines = [
+            {"time": 60.0 * at, "step": at, "node": node, "cpu_percent": 10.0 * at, "run_cpu_percent": 1.0, **cards}
+            for at in range(3)
+            for node, cards in (("here", {}), (EVIL, {"gpu_percent": [20.0 * at, 40.0 * at]}))
+        ]
+        run.load_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = report(run.path)
+    page = Page(text)
+    assert "Load of the machines" in page.text
+    assert page.text.count("processors, percent (here)") == 2
+    assert page.text.count("cards, percent (") == 2
+    assert "minute 2" in page.text
+    # The mean of both cards at the end.
+    assert f">{show_metric('cards, percent', 60.0)}</text>" in text
+    assert "img" not in page.tags
 
 
 @pytest.fixture

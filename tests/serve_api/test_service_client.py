@@ -206,6 +206,24 @@ def test_parts_of_files(there: AtHand, asked: str, status: int, part: slice | No
     assert there.audit()[-1]["action"] == "file.fetch"
 
 
+def test_the_load_of_machines_is_read_on(there: AtHand) -> None:
+    run = put_run(there.root)
+    where = "/api/v1/runs/done/load"
+    assert there.viewer("GET", where).json() == {"records": [], "next": "", "restarted": False}
+    line = {"time": 5.0, "step": 1, "node": "here", "cpu_percent": 12.5, "gpu_percent": [1.0, None]}
+    with (run / "load.jsonl").open("a") as file:
+        file.write(json.dumps(line) + '\n{"step": 1, "metrics": {}}\n[]\n{"step": 2, "no')
+    first = there.viewer("GET", where).json()
+    assert (first["records"], first["restarted"]) == ([line], False)
+    assert there.viewer("GET", where, params={"after": first["next"]}).json()["records"] == []
+    # What is no line of the metrics is none for them either.
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9, "kind": "train", "node": "here"}) + "\n")
+    assert there.viewer("GET", "/api/v1/runs/done").json()["step"] == 3
+    assert there.viewer("GET", where, params={"after": "x"}).status_code == 422
+    assert there.viewer("GET", "/api/v1/runs/done/files/load.jsonl").status_code == 200
+
+
 def test_metrics_are_read_on_and_from_the_beginning_after_a_resume(there: AtHand) -> None:
     from strop.tracking.metrics import MetricsWriter
 

@@ -27,6 +27,7 @@ LEAST: dict[tuple[str, str], Role | None] = {
     ("GET", "/api/v1/runs"): Role.viewer,
     ("GET", "/api/v1/runs/{run}"): Role.viewer,
     ("GET", "/api/v1/runs/{run}/metrics"): Role.viewer,
+    ("GET", "/api/v1/runs/{run}/load"): Role.viewer,
     ("GET", "/api/v1/runs/{run}/report"): Role.viewer,
     ("GET", "/api/v1/runs/{run}/files"): Role.viewer,
     ("GET", "/api/v1/runs/{run}/files/{path}"): Role.viewer,

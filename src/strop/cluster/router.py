@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from strop.cluster.supervision import WorkerLost
+from strop.rollout.busy import Busy, Interval
 from strop.rollout.engine import Engine, EngineStats, SampleRequest, SampleResult, WeightUpdate
 
 REMEMBERED = 4096
@@ -46,6 +47,7 @@ class EngineRouter:
         self.engines = list(engines)
         self._restart, self._reload = restart, reload
         self._outstanding = [0] * len(self.engines)
+        self._busy = [Busy() for _ in self.engines]
         self._home: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._repairs: dict[int, asyncio.Task[None]] = {}
         self._paused = False
@@ -70,7 +72,8 @@ class EngineRouter:
                 if index in self._repairs:
                     await self._repaired(index)
                     continue
-                return await engine.generate(request)
+                with self._busy[index]:
+                    return await engine.generate(request)
             except WorkerLost as loss:
                 self._repair(index, engine, loss)
                 self.begun_anew += 1
@@ -119,6 +122,10 @@ class EngineRouter:
 
     async def wake(self) -> None:
         await self._each(lambda engine: engine.wake(), waits=False)
+
+    def take_busy(self) -> list[list[Interval]]:
+        """When each engine had something to sample, since this was last asked."""
+        return [busy.take() for busy in self._busy]
 
     def take_stats(self) -> EngineStats:
         """Counts of all engines together; seconds are those of the busiest."""

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from strop.cluster.node_loads import NodeLoads
 from strop.cluster.session import import_ray
 from strop.cluster.worker_logs import tail
 from strop.config.cluster import SupervisionSettings
@@ -121,6 +122,8 @@ class Supervisor:
     def __init__(self, settings: SupervisionSettings, notice: Callable[[str], None] = show_on_stderr) -> None:
         self.settings = settings
         self._notice = notice
+        self.loads = NodeLoads()
+        """What other machines of the run do; nobody is asked until `loads.begin`."""
         self._restarts = RESTARTS.get() or Restarts(settings)
         self._guard = threading.Lock()
         self._watched: dict[int, _Watched] = {}
@@ -169,6 +172,14 @@ class Supervisor:
                 if why is not None:
                     self.forget(one.handle)
                     one.handle.lose(why)
+            self._look_at_loads([one.handle for one in watched], now)
+
+    def _look_at_loads(self, handles: Sequence[WorkerHandle], now: float) -> None:
+        try:
+            self.loads.look(handles, now)
+        except Exception as error:
+            self.loads.end()
+            self._notice(f"the load of other machines is not asked for any more ({type(error).__name__}: {error})")
 
     def _look(self, one: _Watched, now: float, elapsed: float) -> str | None:
         """Ask, and read the answer; returns why the worker counts as lost."""

@@ -54,6 +54,8 @@ class Worker:
         self._notices = Notices(f"{role} {rank}")
         self._log = redirect(role, rank, logs, self._notices)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="calls")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="load")
+        self._probe: Any = None
         self._object: Any = None
         _leave_with(driver)
 
@@ -80,6 +82,18 @@ class Worker:
             "started": self._started,
             "beat": self._beat,
         }
+
+    async def load(self, probe: str, processes: list[int]) -> Any:
+        """What this machine is doing, by `take(processes)` of the probe that "module:class" names, made at the first
+        call, which returns None: it has nothing to compare with. In a thread, for it may take long."""
+
+        def look() -> Any:
+            if self._probe is None:
+                self._probe = load(probe)()
+                return None
+            return self._probe.take(processes)
+
+        return await asyncio.get_running_loop().run_in_executor(self._beside, look)
 
     # Everything else runs in the default group.
 

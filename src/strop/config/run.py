@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from strop.config.base import Auto, NonNegativeFloat, NonNegativeInt, PositiveInt, StrictModel
 from strop.config.rewards import Verifiers, check_names
 
+LEAST_LOAD_EVERY = 0.1
+
 
 class RunSettings(StrictModel):
     """`run:` how long, from which seed, under which name."""
@@ -113,6 +115,18 @@ class TrackingSettings(StrictModel):
     """Tracking address of an MLflow server or folder (extra `mlflow`)."""
     episodes_every: NonNegativeInt = 1
     """Steps between files of whole episodes, token by token; 0 writes none."""
+    load_every: NonNegativeFloat = 10.0
+    """Seconds between two looks at processors, memory and cards of the machines, for `load.jsonl`; 0 for none, and at
+    least 0.1 else."""
+
+    @model_validator(mode="after")
+    def _not_all_the_time(self) -> Self:
+        if 0 < self.load_every < LEAST_LOAD_EVERY:
+            raise ValueError(
+                f"load_every ({self.load_every:g}) is less than {LEAST_LOAD_EVERY:g}: looking takes time itself; 0 "
+                "switches it off"
+            )
+        return self
 
 
 class HardwareSettings(StrictModel):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from strop.config import Config
@@ -56,10 +57,17 @@ class Ahead:
         """The step of the evaluation whose scores are still to come."""
         return None if self._evaluating is None else self._step
 
-    def evaluate(self, step: int, work: Coroutine[Any, Any, Scores]) -> None:
-        """Begin an evaluation of the version that is served."""
+    def evaluate(self, step: int, work: Coroutine[Any, Any, Scores], note: Callable[[str, float, float], None]) -> None:
+        """Begin an evaluation of the version that is served. note: is told from when until when it went on."""
+
+        async def noted() -> Scores:
+            started = time.perf_counter()
+            found = await work
+            note("evaluating", started, time.perf_counter())
+            return found
+
         self._step = step
-        self._evaluating = asyncio.get_running_loop().create_task(work)
+        self._evaluating = asyncio.get_running_loop().create_task(noted())
 
     async def evaluated(self) -> None:
         """Wait for the evaluation that is under way."""

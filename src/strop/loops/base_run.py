@@ -23,6 +23,8 @@ from strop.loops.place import Place
 from strop.loops.profile import StepProfile
 from strop.loops.randomness import random_state, restore_random, settle
 from strop.loops.selection import evaluations_of, stop_reason
+from strop.loops.shown import facts_of, why_done
+from strop.loops.spans import StepSpans
 from strop.tracking.display import Display, Summary, make_display
 from strop.tracking.metrics import MetricsWriter
 from strop.tracking.run_directory import ASKED_TO_LEAVE
@@ -53,6 +55,8 @@ class BaseRun(ABC):
         self.display = display
         self.directory = opened.directory
         self.metrics: MetricsWriter = opened.metrics
+        self.spans = StepSpans(opened.timeline)
+        self._opened = opened
         self.trainer: Any = None
         self._times: dict[str, float] = {}
         self._tokens = {"sampled": 0, "trained": 0}
@@ -123,6 +127,7 @@ class BaseRun(ABC):
         try:
             run = await place.aside(lambda: cls(prepared, place, opened, display, **others))
             run.look_as_before = look_as_before
+            run._look_at_load()
             await run._restore(opened)
             run._show_start(opened)
             return run
@@ -310,11 +315,18 @@ class BaseRun(ABC):
         return found
 
     def _note(self, phase: str, started: float, ended: float | None = None) -> float:
-        """Tell the profile, if one is made, of a phase that has ended, now or then; returns its seconds."""
+        """Note a phase that has ended, now or then, for the timeline and the profile; returns its seconds."""
         ended = time.perf_counter() if ended is None else ended
+        self.spans.note(phase, started, ended)
         if self.profile is not None:
             self.profile.note(phase, started, ended)
         return ended - started
+
+    def _look_at_load(self) -> None:
+        """Take the load of the machines from now on, if the recipe asks for it."""
+        every = self.config.tracking.load_every
+        if self._opened.load is not None and every:
+            self._opened.load.start(lambda: self.step + 1, self.place.elsewhere(every))
 
     def _begin_step(self) -> None:
         """The next step begins."""
@@ -362,7 +374,7 @@ class BaseRun(ABC):
             self.profile.abandon()
         self.look_as_before()
         self.display.close()
-        self.metrics.close()
+        await asyncio.to_thread(self._opened.close_files)
         await self.place.close()
         if error is None:
             self.directory.close("finished" if self.done and not self.leaving else "interrupted")
@@ -380,16 +392,8 @@ class BaseRun(ABC):
         return []
 
     def _say_if_done(self) -> None:
-        if self.step >= self.config.run.steps:
-            self.display.message(
-                f"all {self.step} steps of this run are done; raise run.steps to go on with it, or start a new run "
-                "with --fresh"
-            )
-        elif self.stopped:
-            self.display.message(
-                f"this run ended early, after step {self.step} of {self.config.run.steps}: {self.stopped}; raise "
-                "evaluation.early_stop.patience to go on with it, or start a new run with --fresh"
-            )
+        if text := why_done(self):
+            self.display.message(text)
 
     def _checkpoint_of(self, step: int) -> Path:
         return checkpoint_of(self.directory.checkpoints_folder, step)
@@ -432,19 +436,10 @@ class BaseRun(ABC):
         return write
 
     def _show_start(self, opened: OpenedFolder) -> None:
-        facts = {
-            "model": f"{self.roles.loaded.name} ({self.roles.parameters})",
-            "data": self.prepared.train.source.describe(),
-            **self._about(),
-            "device": self.prepared.hardware.reasons[0],
-            "processes": "; ".join(self.place.reasons),
-            "sizes": "; ".join(self.roles.sizes.reasons),
-            "run": str(self.folder),
-        }
         self.display.start(
             self.folder.name,
             self.config.run.steps,
-            {name: value for name, value in facts.items() if value},
+            facts_of(self, self._about()),
             first_step=self.step,
             before=self.before or None,
             history=opened.history,

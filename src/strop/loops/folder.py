@@ -16,8 +16,10 @@ from strop.loops.lineage import Inputs, inputs_of, other_models, run_name, same_
 from strop.loops.prepare import Prepared
 from strop.tracking.display import Display
 from strop.tracking.episodes import drop_episodes_after
+from strop.tracking.load import LoadSampler
 from strop.tracking.metrics import MetricsWriter, read_metrics
 from strop.tracking.run_directory import RunDirectory, read_manifest
+from strop.tracking.timeline import TimelineWriter
 from strop.tracking.trackers import open_trackers
 from strop.training.checkpoint import latest_checkpoint, read_state
 
@@ -50,11 +52,19 @@ class OpenedFolder:
     checkpoint: Path | None
     state: dict[str, Any] = field(default_factory=dict)
     history: Sequence[Mapping[str, float]] = ()
+    timeline: TimelineWriter | None = None
+    load: LoadSampler | None = None
 
     def close(self, error: BaseException) -> None:
         """Give the folder back after something failed."""
-        self.metrics.close()
+        self.close_files()
         close_after(self.directory, error)
+
+    def close_files(self) -> None:
+        """Close what is written all the time."""
+        for one in (self.load, self.metrics, self.timeline):
+            if one is not None:
+                one.close()
 
 
 def close_after(directory: RunDirectory, error: BaseException) -> None:
@@ -141,7 +151,13 @@ def _opened(directory: RunDirectory, config: Config, display: Display, checkpoin
     state = read_state(checkpoint) if checkpoint is not None else {}
     step = int(state["step"]) if state else None
     sinks = open_trackers(config.tracking, directory, config=config.model_dump(mode="json"), resumed_at=step)
-    metrics = MetricsWriter(directory.metrics_path, sinks, warn=lambda text: display.message(text, "warning"))
+
+    def warn(text: str) -> None:
+        display.message(text, "warning")
+
+    metrics = MetricsWriter(directory.metrics_path, sinks, warn=warn)
+    timeline = TimelineWriter(directory.timeline_path, warn=warn)
+    timeline.truncate_after(0 if step is None else step)
     if step is None:
         metrics.truncate_after(0, kind="warmup")
         metrics.truncate_after(-1)
@@ -149,4 +165,5 @@ def _opened(directory: RunDirectory, config: Config, display: Display, checkpoin
         metrics.truncate_after(step)
         drop_episodes_after(directory.episodes_folder, step)
     history = [record.metrics for record in read_metrics(directory.metrics_path, kind="train")]
-    return OpenedFolder(directory, metrics, checkpoint, state, history)
+    load = LoadSampler(directory.load_path, config.tracking.load_every, warn=warn)
+    return OpenedFolder(directory, metrics, checkpoint, state, history, timeline, load)

@@ -16,6 +16,7 @@ from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.served_engines import WithServers, check_served
 from strop.rollout.engine import Engine
 from strop.rollout.world import World
+from strop.tracking.load import Elsewhere
 
 T = TypeVar("T")
 
@@ -65,6 +66,10 @@ class Place(Protocol):
 
     def restore_reference(self, run: Path) -> None: ...
 
+    def elsewhere(self, every: float) -> Elsewhere | None:
+        """Whom the load of other machines is had from, asked so often; None where all is in this process."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -106,6 +111,9 @@ class Here:
 
     def restore_reference(self, run: Path) -> None:
         assembly.restore_reference(run, self.roles)
+
+    def elsewhere(self, every: float) -> Elsewhere | None:
+        return None
 
     async def close(self) -> None:
         pass

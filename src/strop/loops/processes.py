@@ -18,7 +18,7 @@ from strop.cluster.placement import Device, Placement, asks, place
 from strop.cluster.remote_engine import RemoteEngine
 from strop.cluster.router import EngineRouter
 from strop.cluster.session import Session, open_session
-from strop.cluster.supervision import Supervisor, WorkerLost, show_on_stderr
+from strop.cluster.supervision import Supervisor, WorkerLost, local_node, show_on_stderr
 from strop.config import Config
 from strop.config.cluster import ClusterSettings
 from strop.config.training import OptimizerSettings
@@ -36,10 +36,12 @@ from strop.models.load import Loaded
 from strop.rollout.engine import Engine
 from strop.rollout.windows import cancel
 from strop.rollout.world import World
+from strop.tracking.load import Elsewhere
 from strop.training.parallel.choose import check_ranks
 
 T = TypeVar("T")
 HOST = "strop.loops.rank_host"
+PROBE = "strop.tracking.load_probe:LoadProbe"
 
 
 class RemoteRoles(assembly.Roles):
@@ -189,6 +191,10 @@ class Processes:
 
     def restore_reference(self, run: Path) -> None:
         self._ask("restore_reference", run.absolute())
+
+    def elsewhere(self, every: float) -> Elsewhere:
+        self._supervisor.loads.begin(every, PROBE, local_node())
+        return self._supervisor.loads
 
     async def connect(self) -> None:
         """Make both halves of the transport in all processes. The run has its folder by then."""

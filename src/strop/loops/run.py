@@ -68,6 +68,7 @@ class Run(BaseRun):
             trainer_offloads=self.config.training.offload,
             ahead=self.config.rollout.max_staleness > 0,
             in_flight=self.config.rollout.in_flight_updates,
+            note=self.spans.note,
         )
         self.algorithm = prepared.algorithm
         self.teacher = teacher
@@ -130,6 +131,7 @@ class Run(BaseRun):
         await self._wake()
         self.display.phase(self.collector.phase)
         started = time.perf_counter()
+        self.spans.begin(started)
         self.journal.take_idle()
         curriculum = self.stream.curriculum
         if curriculum is not None:
@@ -265,6 +267,8 @@ class Run(BaseRun):
         self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
         self._warn_of_curriculum(metrics)
         self._note("recording", started)
+        self.spans.sampled(self.journal.take_busy(), self.collector.verifying.take())
+        self.spans.write(self.step, metrics["time/step"])
         self._watch.stop_if_asked()
         return metrics
 
@@ -453,7 +457,7 @@ class Run(BaseRun):
             await self._publish()
         if not self._ahead.evaluates_beside or self.step == 0 or self.done:
             return await super().evaluate()
-        self._ahead.evaluate(self.step, self._score_held_out())
+        self._ahead.evaluate(self.step, self._score_held_out(), self.spans.note)
         return {}
 
     def _take_evaluation(self) -> None:

@@ -93,6 +93,7 @@ class SupervisedRun(BaseRun):
 
     def _next_batch(self) -> TokenBatch:
         self._step_started = time.perf_counter()
+        self.spans.begin(self._step_started)
         self.display.phase("reading")
         rows = self._next_rows(self.stream)
         batch = batch_of(rows)
@@ -133,6 +134,7 @@ class SupervisedRun(BaseRun):
         self.metrics.log(self.step, metrics)
         self.display.step(StepView(self.step, self.config.run.steps, metrics))
         self._note("recording", started)
+        self.spans.write(self.step, seconds)
         return metrics
 
     # What the verbs stand on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Turns:
         engine_sleeps: let the engine sleep while the trainer computes (`rollout.engine.sleep`).
         trainer_offloads: keep the trainer's state in the CPU's memory while the engine samples (`training.offload`).
         ahead: sampling goes on beyond the step's window. shares_weights: see `Place`. in_flight: completions go on with
-            new weights.
+            new weights. note: is told what was done, from when until when, by `time.perf_counter()`.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Turns:
         trainer_offloads: bool,
         ahead: bool = False,
         in_flight: bool = True,
+        note: Callable[[str, float, float], None] = lambda phase, started, ended: None,
     ) -> None:
         self._engine, self._journal, self._place = engine, journal, place
         self._engine_sleeps, self._trainer_offloads = engine_sleeps, trainer_offloads
         self._rests = ahead and place.shares_weights
         self._one_version = ahead and not in_flight
         self._resting = False
+        self._told = note
         self.asleep = False
         """Whether the engine sleeps. A publication has to come before it is asked for anything."""
 
@@ -54,13 +57,14 @@ class Turns:
             if self._one_version:
                 await self._journal.hold()
             await self._engine.pause()
+            self._journal.rest()
             self._resting = True
         if not self._engine_sleeps or self.asleep:
             return {}
         before, started = _free(), time.perf_counter()
         await self._engine.sleep()
         self.asleep = True
-        found = {"time/sleep": time.perf_counter() - started}
+        found = {"time/sleep": self._note("sleep", started)}
         return found if before is None else found | {"memory/engine_slept_gib": ((_free() or 0) - before) / GIB}
 
     async def publication_next(self) -> None:
@@ -82,13 +86,13 @@ class Turns:
         if self._trainer_offloads:
             started = time.perf_counter()
             moved = await self._place.aside(lambda: sum(trainer.offload() for trainer in trainers))
-            found["time/offload"] = time.perf_counter() - started
+            found["time/offload"] = self._note("offload", started)
             found["memory/trainer_offloaded_gib"] = moved / GIB
         if self.asleep:
             started = time.perf_counter()
             await self._engine.wake()
             self.asleep = False
-            found["time/wake"] = time.perf_counter() - started
+            found["time/wake"] = self._note("wake", started)
         return found
 
     def update_next(self, *trainers: Any) -> dict[str, float]:
@@ -98,7 +102,13 @@ class Turns:
         started = time.perf_counter()
         for trainer in trainers:
             trainer.reload()
-        return {"time/reload": time.perf_counter() - started}
+        return {"time/reload": self._note("reload", started)}
+
+    def _note(self, phase: str, started: float) -> float:
+        """Tell of something that has ended now; returns its seconds."""
+        ended = time.perf_counter()
+        self._told(phase, started, ended)
+        return ended - started
 
 
 def _free() -> int | None:

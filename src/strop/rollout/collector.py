@@ -77,7 +77,8 @@ class Collector(Windows[PromptLike]):
         episodes = list(chain.from_iterable(played[: self._group_size]))
         baseline = list(chain.from_iterable(played[self._group_size :]))
         if self._scorer is not None:
-            await score_episodes([*episodes, *baseline], prompt, self._scorer)
+            with self.verifying:
+                await score_episodes([*episodes, *baseline], prompt, self._scorer)
         return Group(number, prompt.prompt_id, episodes, baseline[0] if baseline else None)
 
     async def _roll_out(self, episode: Episode, prompt: PromptLike, attempt: int) -> list[Episode]:

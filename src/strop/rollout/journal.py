@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from strop.rollout.busy import Busy, Interval
 from strop.rollout.engine import Engine, FinishReason, SampleRequest, SampleResult
 
 Stream = tuple[int, ...]
@@ -54,6 +55,7 @@ class Journal:
         self._outstanding = 0
         self._idle = 0.0
         self._since = time.perf_counter()
+        self._busy = Busy()
         self.begun_anew = 0
         """Requests that were begun anew although something of them was noted."""
         self.gone_on = 0
@@ -78,7 +80,8 @@ class Journal:
             self._asked[request.stream] = request
         self._enter()
         try:
-            result = await self._engine.generate(request)
+            with self._busy:
+                result = await self._engine.generate(request)
         finally:
             self._leave()
             # An episode that is played again may have asked anew before this was cancelled.
@@ -100,8 +103,13 @@ class Journal:
         self._open.clear()
         await self._quiet.wait()
 
+    def rest(self) -> None:
+        """The engine does nothing for requests that have begun, until `go_on`."""
+        self._busy.rest()
+
     def go_on(self) -> None:
         """Let requests begin again."""
+        self._busy.go_on()
         self._open.set()
 
     def metrics(self) -> dict[str, float]:
@@ -118,6 +126,12 @@ class Journal:
         idle = self._idle + (now - self._since if self._outstanding == 0 else 0.0)
         self._idle, self._since = 0.0, now
         return idle
+
+    def take_busy(self) -> list[list[Interval]]:
+        """When each engine had something to sample and did so, since this was last asked."""
+        own = self._busy.take()
+        each = getattr(self._engine, "take_busy", None)
+        return [own] if each is None else each()
 
     def _enter(self) -> None:
         if self._outstanding == 0:

@@ -105,7 +105,8 @@ class RecordedCollector(Windows[GroupLike]):
             baseline = self._episode(number, GREEDY, prompt.baseline, prompt)
         if self._scorer is not None:
             judged = [*episodes, *([] if baseline is None else [baseline])]
-            await score_episodes(judged, prompt.prompt, self._scorer)
+            with self.verifying:
+                await score_episodes(judged, prompt.prompt, self._scorer)
         self._foreign[number] = any(one.fingerprint != self._fingerprint for one in prompt.completions)
         return Group(number, prompt.prompt.prompt_id, episodes, baseline)
 

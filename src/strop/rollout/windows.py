@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from strop.rollout.admission import Admission
+from strop.rollout.busy import Busy
 from strop.rollout.episode import Episode, Group
 from strop.rollout.window_order import Readiness
 
@@ -77,6 +78,8 @@ class Windows(ABC, Generic[Prompt]):
         self._due: frozenset[int] = frozenset()
         self._done = self._expected = 0
         self._last_completion = 0.0
+        self.verifying = Busy()
+        """When completions were scored."""
 
     @abstractmethod
     async def make_group(self, number: int, prompt: Prompt, attempt: int = 0) -> Group:

@@ -153,10 +153,17 @@ class Client:
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
         """All lines of a run's metrics."""
+        return self._lines(run, "metrics")
+
+    def load(self, run: str) -> list[dict[str, Any]]:
+        """The load of the machines that a run was on: a line for each look at each of them."""
+        return self._lines(run, "load")
+
+    def _lines(self, run: str, what: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         after = ""
         while True:
-            part = self.ask("GET", f"/api/v1/runs/{_run(run)}/metrics", query={"after": after})
+            part = self.ask("GET", f"/api/v1/runs/{_run(run)}/{what}", query={"after": after})
             if part["restarted"]:
                 found = []
             found += part["records"]

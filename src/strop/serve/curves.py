@@ -13,11 +13,11 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 10, 24, 22
 MAX_POINTS = 400
 
 
-def curve(name: str, points: Sequence[tuple[float, float]]) -> str:
+def curve(name: str, points: Sequence[tuple[float, float]], *, over: str = "step") -> str:
     """One metric over steps: a line with its least and greatest value, broken where there is no number.
 
     Args:
-        points: (step, value) in order.
+        points: (step, value) in order. over: what the first of the two is.
     """
     known = [(step, value) for step, value in points if math.isfinite(value)]
     if not known:
@@ -45,7 +45,7 @@ def curve(name: str, points: Sequence[tuple[float, float]]) -> str:
         f'<text x="{_LEFT - 5}" y="{_TOP + 5}" class="end">{escape(show_metric(name, high))}</text>'
         f'<text x="{_LEFT - 5}" y="{HEIGHT - _BOTTOM}" class="end">{escape(show_metric(name, low))}</text>'
         f'<text x="{_LEFT}" y="{HEIGHT - 7}">{first:g}</text>'
-        f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 7}" class="end">step {last:g}</text>'
+        f'<text x="{WIDTH - _RIGHT}" y="{HEIGHT - 7}" class="end">{escape(over)} {last:g}</text>'
         f"{''.join(lines)}</svg>"
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 from strop.errors import UserError
 from strop.serve.curves import curve
 from strop.tracking.episodes import EpisodeRecord, read_episodes
+from strop.tracking.load import MOST_CARDS, LoadTail
 from strop.tracking.metrics import MetricsRecord, read_metrics
 from strop.tracking.pipeline_directory import MANIFEST as PIPELINE
 from strop.tracking.pipeline_directory import read_pipeline
@@ -30,6 +31,9 @@ SHOWN = (
 )
 """Metrics with a curve, where they are logged; every score of a verifier (`reward/…`) and evaluation (`eval/…`) has one
 too."""
+CPU = {"cpu_percent": "processors, percent", "run_cpu_percent": "processors by the run, percent"}
+MOST_MACHINES = 8
+"""Machines whose load is drawn."""
 _PASSWORD = re.compile(r"://[^/@\s]+@")
 _STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1a1a1a;background:#fff;max-width:920px;margin:2em auto;padding:0 1em}
@@ -87,6 +91,7 @@ def _run(folder: Path, title: str) -> Iterator[str]:
     yield from _scores(manifest)
     yield from _alarms(manifest)
     yield from _curves(records)
+    yield from _load(folder)
     yield from _samples(folder)
     yield from _config(folder)
 
@@ -146,6 +151,26 @@ def _curves(records: Sequence[MetricsRecord]) -> Iterator[str]:
     if drawn:
         yield "<h2>Curves</h2>"
         yield "".join(f"<figure>{svg}</figure>" for svg in drawn)
+
+
+def _load(folder: Path) -> Iterator[str]:
+    """Processors of each machine, and its cards on average, in percent over minutes."""
+    tail = LoadTail(folder / "load.jsonl")
+    machines = tail.news("", [*CPU, *(f"gpu_percent/{card}" for card in range(MOST_CARDS))]).kinds
+    start = min((times[0] for _, times, _ in machines.values()), default=0.0)
+    drawn = []
+    for machine, (_, times, values) in list(machines.items())[:MOST_MACHINES]:
+        cards = [column for name, column in values.items() if name not in CPU]
+        rows = zip(*cards, strict=True) if cards else iter(())
+        busy = {CPU[name]: column for name, column in values.items() if name in CPU} | {
+            "cards, percent": [sum(row) / len(row) for row in rows]
+        }
+        for name, column in busy.items():
+            points = [((time - start) / 60, value) for time, value in zip(times, column, strict=False)]
+            drawn.append(curve(f"{name} ({machine})", points, over="minute"))
+    if any(drawn):
+        yield "<h2>Load of the machines</h2>"
+        yield "".join(f"<figure>{svg}</figure>" for svg in drawn if svg)
 
 
 def _samples(folder: Path) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from strop.errors import RunFailure
-from strop.tracking.atomic import replacing
+from strop.tracking.appended import AppendedFile
 
 Kind = Literal["train", "eval", "warmup"]
 FAILURES_IN_A_ROW = 3
@@ -69,7 +68,10 @@ class MetricsWriter:
         self._clock = clock
         self._sinks = list(sinks)
         self._failures = {sink.name: 0 for sink in sinks}
-        self._handle = _open_for_append(path)
+        try:
+            self._file = AppendedFile(path)
+        except OSError as error:
+            raise RunFailure(f"the metrics cannot be written: {error.strerror}", where=str(path)) from error
 
     def log(self, step: int, metrics: Mapping[str, Any], *, kind: Kind = "train") -> None:
         """Write one line. Values are numbers or what `float()` takes (0-d tensors and arrays, numpy scalars).
@@ -92,21 +94,11 @@ class MetricsWriter:
         count; for "warmup" (the run goes on within its warm-up), warm-up lines and all training lines do. Unreadable
         lines go as well. A crash on the way leaves the file as it was.
         """
-        with replacing(self.path) as temporary, temporary.open("wb") as kept:
-            for raw, record in _lines(self.path):
-                if record is None:
-                    continue
-                if _is_later(record, step, kind):
-                    break
-                kept.write(raw)
-        os.close(self._handle)
-        self._handle = _open_for_append(self.path)
+        self._file.keep(_until(_lines(self.path), step, kind))
 
     def close(self) -> None:
         """Close the file and the sinks; a second call does nothing."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        self._file.close()
         for sink in self._sinks:
             try:
                 sink.close()
@@ -115,13 +107,9 @@ class MetricsWriter:
         self._sinks = []
 
     def _append(self, line: bytes) -> None:
-        size = os.fstat(self._handle).st_size
         try:
-            written = os.write(self._handle, line)
-            if written < len(line):
-                raise OSError(28, "No space left on device")
+            self._file.append(line)
         except OSError as error:
-            os.ftruncate(self._handle, size)
             raise RunFailure(
                 f"the metrics cannot be written: {error.strerror}",
                 where=str(self.path),
@@ -165,30 +153,22 @@ def _lines(path: Path) -> Iterator[tuple[bytes, MetricsRecord | None]]:
                 yield raw, None
 
 
+def _until(
+    lines: Iterator[tuple[bytes, MetricsRecord | None]], step: int, kind: Literal["train", "warmup"]
+) -> Iterator[bytes]:
+    """Those lines that can be read, up to the first one later than a step."""
+    for raw, record in lines:
+        if record is None:
+            continue
+        if _is_later(record, step, kind):
+            return
+        yield raw
+
+
 def _is_later(record: MetricsRecord, step: int, kind: Literal["train", "warmup"]) -> bool:
     if kind == "warmup":
         return record.kind == "train" or (record.kind == "warmup" and record.step > step)
     return record.kind != "warmup" and record.step > step
-
-
-def _open_for_append(path: Path) -> int:
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError as error:
-        raise RunFailure(f"the metrics cannot be written: {error.strerror}", where=str(path)) from error
-    size = os.fstat(handle).st_size
-    # Look for the last line end from the back; a line is far shorter than a block.
-    end = size
-    while end > 0:
-        start = max(0, end - 65536)
-        newline = os.pread(handle, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(handle, end)
-    return handle
 
 
 def _number(name: str, value: Any) -> float | int | None:

@@ -182,14 +182,19 @@ class MetricsTail:
     def _take(self, raw: bytes) -> None:
         self.lines_read += 1
         try:
-            line: Any = json.loads(raw)
-            step, time, kind = line["step"], float(line["time"]), line["kind"]
-            metrics = {name: _number(value) for name, value in line["metrics"].items() if self._keeps(name)}
-            if type(step) is not int or abs(step) >= 1 << 53 or not isinstance(kind, str) or not kind.isidentifier():
+            step, time, kind, metrics = self._record(json.loads(raw))
+            if type(step) is not int or abs(step) >= 1 << 53:
                 return
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             return
         self.kinds.setdefault(kind, Column()).add(step, time, metrics)
+
+    def _record(self, line: Any) -> tuple[int, float, str, dict[str, float]]:
+        """Step, time, kind and numbers of a line. Whatever is raised, the line is left out."""
+        kind, metrics = line["kind"], {n: _number(value) for n, value in line["metrics"].items() if self._keeps(n)}
+        if not isinstance(kind, str) or not kind.isidentifier():
+            raise ValueError("a kind is a name")
+        return line["step"], float(line["time"]), kind, metrics
 
     def _keeps(self, name: str) -> bool:
         return self._only is None or name in self._only

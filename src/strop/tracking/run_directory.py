@@ -214,6 +214,14 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def timeline_path(self) -> Path:
+        return self.path / "timeline.jsonl"
+
+    @property
+    def load_path(self) -> Path:
+        return self.path / "load.jsonl"
+
+    @property
     def config_path(self) -> Path:
         return self.path / "config.yaml"
 

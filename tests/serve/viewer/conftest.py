@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from viewer_runs import ALARM, RECIPE, make_run
+from viewer_runs import ALARM, RECIPE, make_run, write_spans
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -89,8 +89,8 @@ def look(browser: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two runs that differ in one key; the first has an alarm, episodes, and is being trained."""
+    """Two runs that differ in one key; the first has an alarm, episodes, and spans of its last step."""
     folder = tmp_path / "runs"
-    make_run(folder, "one", steps=6, episodes=[1, 2, 3], update={"alarms": [ALARM]})
+    write_spans(make_run(folder, "one", steps=6, episodes=[1, 2, 3], update={"alarms": [ALARM]}), 6)
     make_run(folder, "two", steps=4, recipe=RECIPE % "3.0e-4")
     return folder

@@ -11,7 +11,18 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from viewer_runs import HOSTILE, RECIPE, ROUTES, append_line, change_manifest, client_of, get, make_run, record
+from viewer_runs import (
+    HOSTILE,
+    RECIPE,
+    ROUTES,
+    append_line,
+    change_manifest,
+    client_of,
+    get,
+    make_run,
+    record,
+    write_spans,
+)
 
 from strop.serve.viewer import readings
 from strop.serve.viewer.app import build
@@ -283,6 +294,31 @@ def test_the_timeline_lays_the_phases_out(folder: Path) -> None:
         "driver": [("alarms", 1.9375, 0.03125), ("rest", 1.96875, 0.03125)],
     }
     assert [lane["device"] for lane in found["lanes"]] == ["local, cpu", "", "cpu", ""]
+    assert not found["recorded"]
+
+
+def test_the_timeline_shows_when_phases_ran_where_the_run_recorded_it(folder: Path) -> None:
+    run = make_run(folder, "one")
+    write_spans(run, 2)
+    client = client_of(folder)
+    found = get(client, "timeline", run="one", step=2)
+    assert (found["recorded"], found["seconds"], found["started"]) == (True, 2.0, 1e9 + 2)
+    assert (found["begin"], found["end"]) == (-0.5, 2.25)
+    lanes = {lane["name"]: [(s["phase"], s["start"], s["seconds"]) for s in lane["spans"]] for lane in found["lanes"]}
+    assert lanes == {
+        "engine 0": [("sampling", -0.25, 1.75), ("publishing", 1.75, 0.25)],
+        "engine 1": [("sampling", 0.25, 0.5), ("sampling", 1.0, 1.25), ("publishing", 1.75, 0.25)],
+        "verifiers": [("verifying", 0.125, 0.25)],
+        "trainer": [("scoring", 0.5, 0.25), ("training", 0.75, 1.0), ("publishing", 1.75, 0.25)],
+        "driver": [("checkpoint", -0.5, 0.25), ("sampling", 0.0, 0.5), ("recording", 2.0, 0.125)],
+    }
+    # Sampling and publishing at once is being busy once; while the driver waits it is not.
+    busy = {lane["name"]: lane["busy"] for lane in found["lanes"]}
+    assert busy == {"engine 0": 2.0, "engine 1": 1.75, "verifiers": 0.25, "trainer": 1.5, "driver": 0.375}
+    assert [span["waits"] for span in found["lanes"][-1]["spans"]] == [False, True, False]
+    assert found["other"] == {"alarms": 0.03125}
+    # Of a step of an older part of the run only durations are known.
+    assert not get(client, "timeline", run="one", step=1)["recorded"]
 
 
 def test_recipes_are_compared_key_by_key(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from viewer_runs import ROUTES, change_manifest, client_of, get, make_run
+from viewer_runs import ROUTES, change_manifest, client_of, get, make_run, write_spans
 
 from strop.serve.viewer.app import build
 
@@ -96,14 +96,17 @@ def test_links_that_lead_out_are_not_followed(folder: Path, tmp_path: Path) -> N
     run = make_run(folder, "one", episodes=[1])
     (folder / "link").symlink_to(secret)
     (run / "episodes" / "step-000002.parquet").symlink_to(secret / "episodes" / "step-000001.parquet")
-    for name in ("metrics.jsonl", "config.yaml"):
-        (run / name).unlink()
+    write_spans(secret, 1)
+    (secret / "load.jsonl").write_text('{"time": 1.0, "step": 1, "node": "there", "cpu_percent": 1.0}\n')
+    for name in ("metrics.jsonl", "config.yaml", "timeline.jsonl", "load.jsonl"):
+        (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(secret / name)
     client = client_of(folder)
     [one] = get(client, "runs")["runs"]
     assert one == {"run": "one", "status": "unreadable", "problem": "this file lies outside of the run's folder"}
     for route, query in (
         ("series", {"names": "loss"}),
+        ("load", {}),
         ("config", {}),
         ("episodes", {"step": 2}),
         ("timeline", {"step": 1}),

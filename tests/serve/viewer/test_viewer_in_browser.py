@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from viewer_runs import ALARM, HOSTILE, SHOWN, append_line, change_manifest, go, make_run, record
+from viewer_runs import ALARM, HOSTILE, SHOWN, append_line, change_manifest, go, make_run, record, write_spans
 
 import strop
 from strop.tracking.episodes import episodes_file, read_episodes, write_episodes
@@ -215,6 +215,37 @@ def test_the_timeline_of_a_step(folder: Path, look: Look) -> None:
     assert waiting.inner_text().split("\t")[2:] == ["1.25 s", "62.5 %"]
     page.get_by_role("button", name="Later").click()
     page.get_by_text("Step 3: 2.00 s").wait_for()
+
+
+def test_the_timeline_shows_who_worked_at_the_same_time(folder: Path, look: Look) -> None:
+    write_spans(folder / "one", 2, 3)
+    page = go(look(folder), "#/run?run=one&tab=timeline&step=2")
+    assert page.locator(".lane strong").all_inner_texts() == ["engine 0", "engine 1", "verifiers", "trainer", "driver"]
+
+    def place(lane: str, phase: str, at: int = 0) -> tuple[float, float]:
+        """From where to where a span is drawn, in seconds of the step."""
+        track = page.locator(f"[data-lane='{lane}'] .track").bounding_box()
+        box = page.locator(f"[data-lane='{lane}'] .span[data-phase={phase}]").nth(at).bounding_box()
+        start = (box["x"] - track["x"]) / track["width"] * 2.75 - 0.5
+        return start, start + box["width"] / track["width"] * 2.75
+
+    about = lambda *seconds: pytest.approx(seconds, abs=0.02)  # noqa: E731
+    assert place("trainer", "training") == about(0.75, 1.75)
+    assert place("engine 0", "sampling") == about(-0.25, 1.5)
+    assert place("engine 1", "sampling", 0) == about(0.25, 0.75)
+    # It waited, and then sampled while the trainer trained.
+    assert place("engine 1", "sampling", 1) == about(1.0, 2.25)
+    mark = page.locator("[data-lane=driver] .mark").bounding_box()
+    track = page.locator("[data-lane=driver] .track").bounding_box()
+    assert (mark["x"] - track["x"]) / track["width"] == pytest.approx(0.5 / 2.75, abs=0.01)
+    waiting = page.locator("tr[data-phase=waiting]")
+    assert [text.split("\t")[::2] for text in waiting.all_inner_texts()][:2] == [
+        ["engine 0", "750.0 ms"],
+        ["engine 1", "1.00 s"],
+    ]
+    assert "between it and the step before" in page.locator(".timeline p").first.inner_text()
+    page.get_by_role("button", name="Earlier").click()
+    page.get_by_text("This run recorded how long each phase took").wait_for()
 
 
 def test_tokens_are_read_by_keyboard_and_coloured_by_what_is_chosen(folder: Path, look: Look) -> None:

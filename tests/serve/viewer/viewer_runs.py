@@ -16,6 +16,7 @@ from strop.serve.viewer.app import build
 from strop.tracking.episodes import EpisodeRecord, episodes_file, write_episodes
 from strop.tracking.metrics import MetricsWriter
 from strop.tracking.run_directory import RunDirectory
+from strop.tracking.timeline import Span, StepTimeline, TimelineWriter
 
 RECIPE = """\
 algorithm: {name: grpo}
@@ -33,6 +34,7 @@ ALARM = {
 ROUTES = (
     "run",
     "series",
+    "load",
     "steps",
     "config",
     "episodes?step=1",
@@ -129,6 +131,26 @@ def make_run(
     run.update(**(update or {}))
     run.close(status, error=error)  # type: ignore[arg-type]
     return run.path
+
+
+def write_spans(run: Path, *steps: int) -> None:
+    """When the phases of some steps ran: two engines sample while the trainer trains."""
+    spans = (
+        Span("checkpoint", "driver", -0.5, 0.25),
+        Span("sampling", "driver", 0.0, 0.5),
+        Span("scoring", "trainer", 0.5, 0.25),
+        Span("training", "trainer", 0.75, 1.0),
+        Span("publishing", "trainer", 1.75, 0.25),
+        Span("recording", "driver", 2.0, 0.125),
+        Span("sampling", "engine 0", -0.25, 1.75),
+        Span("sampling", "engine 1", 0.25, 0.5),
+        Span("sampling", "engine 1", 1.0, 1.25),
+        Span("verifying", "verifiers", 0.125, 0.25),
+    )
+    writer = TimelineWriter(run / "timeline.jsonl")
+    for step in steps:
+        writer.log(StepTimeline(step, 1e9 + step, 2.0, spans))
+    writer.close()
 
 
 def write_tokenizer(run: Path) -> None:

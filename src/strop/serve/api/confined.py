@@ -9,7 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
-SERVED = ("run.json", "config.yaml", "metrics.jsonl", "pipeline.json", "episodes", "checkpoints", "events")
+SERVED = (
+    *("run.json", "config.yaml", "metrics.jsonl", "timeline.jsonl", "load.jsonl", "pipeline.json"),
+    *("episodes", "checkpoints", "events"),
+)
 """What is served of a run's folder: files of these names, and everything below these folders."""
 
 

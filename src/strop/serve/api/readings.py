@@ -19,6 +19,8 @@ from strop.tracking.run_directory import Manifest, read_manifest, status_of
 
 AT_ONCE = 256 * 1024
 """Bytes of metrics in one answer, about."""
+_OWN: dict[str, tuple[str, type]] = {"metrics.jsonl": ("metrics", dict), "load.jsonl": ("node", str)}
+"""What every line of a file has, and of which kind it is."""
 _CURSOR = re.compile(r"([0-9a-f]{1,16})\.([0-9]{1,18})")
 
 
@@ -34,9 +36,9 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Lines of `metrics.jsonl` as JSON. behind: where to go on behind each. next: where to go on behind all. restarted:
-    what was asked for is not there any more, since the run went on from a checkpoint; these lines are from the
-    beginning."""
+    """Lines of `metrics.jsonl`, or of `load.jsonl`, as JSON. behind: where to go on behind each. next: where to go on
+    behind all. restarted: what was asked for is not there any more, since the run went on from a checkpoint; these
+    lines are from the beginning."""
 
     lines: tuple[bytes, ...]
     behind: tuple[str, ...]
@@ -113,8 +115,9 @@ class Runs:
             "error": manifest.error,
         }
 
-    def metrics(self, name: str, after: str = "") -> Metrics:
-        """The next lines of a run's metrics. after: `next` of the answer before; empty from the beginning.
+    def metrics(self, name: str, after: str = "", *, file: str = "metrics.jsonl") -> Metrics:
+        """The next lines of a run's metrics, or of `load.jsonl`. after: `next` of the answer before; empty from the
+        beginning.
 
         Raises:
             NotServed: there is no such run. UserError: `after` is not from an answer.
@@ -124,7 +127,7 @@ class Runs:
             raise UserError("`after` is not from an answer", where="after", mend="send `next` of the answer before")
         parts = self.parts(name)
         try:
-            handle = open_below(self.root, [*parts, "metrics.jsonl"])
+            handle = open_below(self.root, [*parts, file])
         except NotServed:
             return Metrics((), (), "", restarted=bool(after))
         try:
@@ -132,10 +135,10 @@ class Runs:
             asked = 0 if match is None else int(match[2])
             same = match is not None and int(match[1], 16) == stat.st_ino and asked <= stat.st_size
             offset = asked if same else 0
-            key = ("/".join(parts), stat.st_ino, offset, stat.st_size)
+            key = ("/".join([*parts, file]), stat.st_ino, offset, stat.st_size)
             with self._lock:
                 if key not in self._metrics:
-                    self._metrics[key] = _lines(handle, stat.st_ino, offset)
+                    self._metrics[key] = _lines(handle, stat.st_ino, offset, file)
                     while len(self._metrics) > 64:
                         self._metrics.popitem(last=False)
                 found = self._metrics[key]
@@ -199,26 +202,27 @@ class Runs:
             return "run.json" in os.listdir(handle)
 
 
-def _lines(handle: int, inode: int, offset: int) -> Metrics:
-    found, end = _whole_lines(handle, offset)
+def _lines(handle: int, inode: int, offset: int, file: str) -> Metrics:
+    found, end = _whole_lines(handle, offset, file)
     lines = tuple(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() for line, _ in found)
     behind = tuple(f"{inode:x}.{at}" for _, at in found)
     return Metrics(lines, behind, f"{inode:x}.{end}", restarted=False)
 
 
-def _whole_lines(handle: int, offset: int) -> tuple[list[tuple[dict[str, Any], int]], int]:
+def _whole_lines(handle: int, offset: int, file: str = "metrics.jsonl") -> tuple[list[tuple[dict[str, Any], int]], int]:
     """Lines from a place on that can be read, each with its end, and where the next one begins."""
     data = os.pread(handle, AT_ONCE, offset)
     end = data.rfind(b"\n") + 1
     if not end and len(data) == AT_ONCE:
         # A line longer than this is not one of a run; it is gone over.
         return [], offset + len(data)
+    key, kind = _OWN[file]
     found, at = [], offset
     for raw in data[:end].splitlines(keepends=True):
         at += len(raw)
         try:
             line = json.loads(raw)
-            if isinstance(line, dict) and isinstance(line["metrics"], dict) and isinstance(line["step"], int):
+            if isinstance(line, dict) and isinstance(line["step"], int) and isinstance(line[key], kind):
                 found.append((_finite(line), at))
         except (ValueError, KeyError):
             continue

@@ -16,7 +16,7 @@ from strop.serve.api.access import Role
 from strop.serve.api.confined import SERVED, NotServed, files_below, open_below, parts_of, refuse_links
 from strop.serve.api.gate import Refusal
 from strop.serve.api.readings import Runs
-from strop.serve.api.shapes import FileView, MetricsView, RunView
+from strop.serve.api.shapes import FileView, LoadView, MetricsView, RunView
 from strop.serve.api.ways import Router, note
 from strop.serve.report import report as page
 
@@ -55,6 +55,12 @@ def runs_router(runs: Runs) -> Router:
         """Lines of a run's metrics, from the beginning or behind `next` of the answer before."""
         return Response(runs.metrics(run, after).json(), media_type="application/json")
 
+    @router.way("GET", "/{run}/load", Role.viewer, response_model=LoadView)
+    async def load(run: str, after: Annotated[str, Query(max_length=64)] = "") -> Response:
+        """Load of the machines that a run was on, from the beginning or behind `next` of the answer before."""
+        found = runs.metrics(run, after, file="load.jsonl")
+        return Response(found.json(), media_type="application/json")
+
     @router.way("GET", "/{run}/report", Role.viewer, responses=_PAGE, response_class=HTMLResponse)
     def report(run: str) -> Response:
         """A run as one page: curves, scores, samples, configuration."""
@@ -65,7 +71,7 @@ def runs_router(runs: Runs) -> Router:
 
     @router.way("GET", "/{run}/files", Role.viewer)
     def files(run: str) -> list[FileView]:
-        """The files of a run that can be fetched: metrics, configuration, episodes, checkpoints, events."""
+        """The files of a run that can be fetched: its lines, configuration, episodes, checkpoints, events."""
         parts = runs.parts(run)
         found = []
         root = runs.root.joinpath(*parts)

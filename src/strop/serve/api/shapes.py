@@ -108,6 +108,15 @@ class MetricsView(BaseModel):
     restarted: bool
 
 
+class LoadView(BaseModel):
+    """Lines of `load.jsonl`: time, step, node, and numbers of processors, memory and cards. next: send it as `after` to
+    read on. restarted: the file is another one, and its lines are sent from the beginning."""
+
+    records: list[dict[str, Any]]
+    next: str
+    restarted: bool
+
+
 class CallerView(BaseModel):
     """Who a token is of."""
 

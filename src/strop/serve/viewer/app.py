@@ -20,13 +20,16 @@ from strop.serve.viewer import step_episodes
 from strop.serve.viewer.answers import FRESH, answer
 from strop.serve.viewer.catalog import Catalog, NotFound, inside
 from strop.serve.viewer.differences import differences
-from strop.serve.viewer.readings import Readings, Recipe
+from strop.serve.viewer.readings import Readings, Recipe, thinned
 from strop.serve.viewer.timeline import timeline
+from strop.tracking.timeline import read_step
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 MOST_COMPARED = 12
 MOST_NAMES = 400
+MOST_LOOKS = 2000
+"""Looks at a machine that are sent at once; of more, means of equal parts."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -118,6 +121,11 @@ def _add_pages(app: FastAPI) -> None:
         return FileResponse(path, media_type=KINDS[path.suffix], headers=FRESH)
 
 
+def few(values: Sequence[float]) -> Sequence[float]:
+    """At most `MOST_LOOKS` numbers."""
+    return values if len(values) <= MOST_LOOKS else thinned(values, MOST_LOOKS)
+
+
 def _add_api(app: FastAPI, catalog: Catalog, readings: Readings) -> None:
     tables = step_episodes.Tables()
 
@@ -136,6 +144,18 @@ def _add_api(app: FastAPI, catalog: Catalog, readings: Readings) -> None:
         kinds = {
             kind: {"step": steps, "time": times, "values": values}
             for kind, (steps, times, values) in news.kinds.items()
+        }
+        return answer(request, {"cursor": news.cursor, "reset": news.reset, "kinds": kinds})
+
+    @app.get("/api/load")
+    def load(request: Request, run: Name, since: Annotated[str, Query(max_length=16_000)] = "") -> Response:
+        tail = readings.load(catalog.find(run))
+        tail.poll()
+        names = dict.fromkeys(name for names in tail.names().values() for name in names)
+        news = tail.news(since, list(names)[:MOST_NAMES])
+        kinds = {
+            node: {"step": few(steps), "time": few(times), "values": {n: few(v) for n, v in values.items()}}
+            for node, (steps, times, values) in news.kinds.items()
         }
         return answer(request, {"cursor": news.cursor, "reset": news.reset, "kinds": kinds})
 
@@ -166,7 +186,8 @@ def _add_api(app: FastAPI, catalog: Catalog, readings: Readings) -> None:
         line = tail.line("train", step)
         if line is None:
             raise NotFound(f"the run recorded no step {step}", where=run)
-        return answer(request, {"step": step, "time": line[0]} | timeline(line[1], Recipe.of(where).values))
+        recorded = read_step(inside(where, "timeline.jsonl"), step)
+        return answer(request, {"step": step, "time": line[0]} | timeline(line[1], Recipe.of(where).values, recorded))
 
     @app.get("/api/config")
     def config(request: Request, run: Name) -> Response:

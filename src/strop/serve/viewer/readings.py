@@ -16,6 +16,7 @@ import yaml
 
 from strop.errors import StropError
 from strop.serve.viewer.catalog import NotFound, inside
+from strop.tracking.load import LoadTail
 from strop.tracking.metrics_tail import MetricsTail
 from strop.tracking.run_directory import Manifest, read_manifest, status_of
 
@@ -26,6 +27,8 @@ A_MOMENT = 0.5
 """Seconds for reading metrics of runs that were not read yet, in one answer."""
 MOST_WHOLE = 32
 """Runs all of whose metrics are kept in memory; the one looked at longest ago is forgotten first."""
+MOST_LOADS = 4
+"""Runs whose load is kept in memory: many machines with many cards each are many numbers."""
 MOST_RUNS = 2048
 """Runs of which what a list of them shows is kept, and recipes."""
 
@@ -36,6 +39,7 @@ class Readings:
     def __init__(self) -> None:
         self._tails: OrderedDict[Path, MetricsTail] = OrderedDict()
         self._glanced: OrderedDict[Path, MetricsTail] = OrderedDict()
+        self._loads: OrderedDict[Path, MetricsTail] = OrderedDict()
         self._lock = threading.Lock()
 
     def tail(self, run: Path) -> MetricsTail:
@@ -43,6 +47,12 @@ class Readings:
         path = inside(run, "metrics.jsonl")
         with self._lock:
             return _kept(self._tails, path, MOST_WHOLE) or _added(self._tails, path, MetricsTail(path))
+
+    def load(self, run: Path) -> MetricsTail:
+        """The load of a run's machines."""
+        path = inside(run, "load.jsonl")
+        with self._lock:
+            return _kept(self._loads, path, MOST_LOADS) or _added(self._loads, path, LoadTail(path))
 
     def _headlines(self, run: Path) -> MetricsTail:
         """Those of a run's metrics that a list of runs shows, so that there may be very many runs."""

@@ -19,6 +19,9 @@ export function metric(name, value) {
   if (typeof value !== "number" || !Number.isFinite(value)) return number(value);
   const last = name.split("/").pop();
   if (SHARES.has(last) || /(share|fraction)$/.test(last)) return `${(100 * value).toFixed(1)} %`;
+  if (last.endsWith("_percent")) return `${value.toFixed(1)} %`;
+  if (last.endsWith("_watts")) return `${value.toFixed(0)} W`;
+  if (last.endsWith("_celsius")) return `${value.toFixed(0)} °C`;
   if (last.endsWith("_gib")) return `${value.toFixed(2)} GiB`;
   if (name.startsWith("time/")) return seconds(value);
   return number(value);

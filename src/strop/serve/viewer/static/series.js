@@ -3,16 +3,18 @@
 import { get } from "./api.js";
 
 export class Series {
-  constructor(run, names) {
+  /** from: what is asked; of `load` all names come. */
+  constructor(run, names, from = "series") {
     this.run = run;
     this.names = names;
+    this.from = from;
     this.cursor = "";
     this.kinds = {};
   }
 
   /** Ask for what is new; true if there was anything. */
   async refresh(signal) {
-    const news = await get("series", { run: this.run, names: this.names.join(","), since: this.cursor }, signal);
+    const news = await get(this.from, { run: this.run, names: this.names.join(","), since: this.cursor }, signal);
     this.cursor = news.cursor;
     if (news.reset) this.kinds = {};
     let some = news.reset;

@@ -2,6 +2,7 @@
 
 import { curves } from "./curves.js";
 import { el } from "./dom.js";
+import { loadCharts } from "./load.js";
 
 const OF_THE_SYSTEM = /^(memory|system|cpu|gpu|throughput)\//;
 
@@ -15,12 +16,17 @@ export async function showSystem(place, told, visit, values, facts) {
   place.append(el("div", { class: "cards" }, ...[
     section("Machine", manifest.platform), section("Versions", manifest.versions), section("Commit", manifest.git),
     section("Model", manifest.model), section("Data", manifest.data), section("Seeds", manifest.seeds), section("Trackers", manifest.trackers),
-  ].filter(Boolean)), el("h2", {}, "Over time"));
+  ].filter(Boolean)), el("h2", {}, "Load of the machine"));
+  const load = loadCharts(place, told.run, visit);
+  place.append(el("h2", {}, "What the steps recorded"));
   const update = await curves(place, [told.run], visit, {
     pick: (keys) => new Set(keys.filter((key) => key.startsWith("train|") && OF_THE_SYSTEM.test(key.slice(6)))), choose: false,
   });
   place.append(el("div", { class: "card" }, el("h2", {}, "Command"), el("pre", { class: "code", tabindex: "0" }, manifest.command.map(String).join(" "))));
-  await visit.follow(async () => facts((await update())[0]));
+  await visit.follow(async () => {
+    const [[now]] = await Promise.all([update(), load()]);
+    facts(now);
+  });
 }
 
 function plain(name, value) {

@@ -4,7 +4,9 @@ import { get } from "./api.js";
 import { el } from "./dom.js";
 import { seconds } from "./numbers.js";
 
-const COLOURS = { sampling: 0, verifying: 1, scoring: 2, training: 3, publishing: 4, alarms: 5, rest: 7, preparing: 6 };
+const COLOURS = { sampling: 0, verifying: 1, scoring: 2, training: 3, publishing: 4, alarms: 5, evaluating: 5, rest: 7, preparing: 6 };
+const RECORDED = "When phases ran, as the run recorded it; hatched is waiting. What an engine samples beyond the step's end is for later steps; what was done between two steps, evaluations and checkpoints, is left of the line where the step starts.";
+const LAID_OUT = "This run recorded how long each phase took, and not when; they are drawn in the order of the loop. Verifying is what was left of it after the last completion.";
 
 export async function showTimeline(place, told, visit, values, facts) {
   const run = told.run;
@@ -31,8 +33,7 @@ export async function showTimeline(place, told, visit, values, facts) {
   place.append(
     el("div", { class: "bar" }, el("button", { type: "button", onclick: () => go(Math.max(1, step - 1)) }, "Earlier"),
       el("label", { for: "step" }, "Step"), input, el("button", { type: "button", onclick: () => go(step + 1) }, "Later"),
-      el("label", {}, latest, "follow the newest")), drawing,
-    el("p", { class: "muted" }, "The run records how long each phase took; they are drawn in the order of the loop. Verifying is what was left of it after the last completion."));
+      el("label", {}, latest, "follow the newest")), drawing);
   await visit.follow(async () => {
     const now = await get("run", { run }, visit.signal);
     facts(now);
@@ -43,31 +44,54 @@ export async function showTimeline(place, told, visit, values, facts) {
 }
 
 function lanes(found) {
-  const whole = found.seconds || 1;
+  const whole = found.end - found.begin || 1;
   const share = (value) => `${((100 * value) / whole).toFixed(1)} %`;
+  const at = (moment) => `${(100 * (moment - found.begin)) / whole}%`;
   const rows = found.lanes.map((lane) => {
     const track = el("div", { class: "track" });
     for (const span of lane.spans) {
-      const part = el("div", { class: `span p${COLOURS[span.phase] ?? 6}`, tabindex: "0", role: "img",
-        title: `${span.name}: ${seconds(span.seconds)}, ${share(span.seconds)}`, "aria-label": `${span.name}: ${seconds(span.seconds)}, from ${seconds(span.start)}` });
-      part.style.left = `${(100 * span.start) / whole}%`;
+      const part = el("div", { class: `span ${colour(span)}`, tabindex: "0", role: "img", data: { phase: span.phase },
+        title: `${span.name}: ${seconds(span.seconds)}, ${share(span.seconds)}`, "aria-label": `${span.name}: ${seconds(span.seconds)}, from ${moment(span.start)}` });
+      part.style.left = at(span.start);
       part.style.width = `${Math.max(0.3, (100 * span.seconds) / whole)}%`;
       track.append(part);
+    }
+    if (found.begin < 0) {
+      const mark = el("div", { class: "mark", "aria-hidden": "true" });
+      mark.style.left = at(0);
+      track.append(mark);
     }
     return el("div", { class: "lane", data: { lane: lane.name } },
       el("div", { class: "who" }, el("strong", {}, lane.name), el("span", { class: "muted" }, lane.device)), track);
   });
   const lines = found.lanes.flatMap((lane) => [
-    ...lane.spans.map((span) => [lane.name, span.name, span.seconds, COLOURS[span.phase] ?? 6]),
-    [lane.name, "waiting", Math.max(0, whole - lane.busy), null],
+    ...byName(lane.spans.filter((span) => !span.waits)).map(([name, time, shown]) => [lane.name, name, time, shown]),
+    [lane.name, "waiting", Math.max(0, whole - lane.busy), "waiting"],
   ]);
   const table = el("table", { class: "plain" },
     el("thead", {}, el("tr", {}, ["who", "what", "time", "share"].map((text) => el("th", { scope: "col" }, text)))),
-    el("tbody", {}, lines.map(([who, what, time, colour]) => el("tr", { data: { phase: what } }, el("td", {}, who),
-      el("td", {}, el("span", { class: `swatch ${colour === null ? "waiting" : `p${colour}`}`, "aria-hidden": "true" }), what),
+    el("tbody", {}, lines.map(([who, what, time, shown]) => el("tr", { data: { phase: what } }, el("td", {}, who),
+      el("td", {}, el("span", { class: `swatch ${shown}`, "aria-hidden": "true" }), what),
       el("td", { class: "num" }, seconds(time)), el("td", { class: "num" }, share(time))))));
   const other = Object.entries(found.other);
-  return [el("p", {}, `Step ${found.step}: ${seconds(found.seconds)}`), ...rows,
+  const between = found.begin < 0 ? `, and ${seconds(-found.begin)} between it and the step before` : "";
+  const begun = found.started === null ? "" : `, from ${new Date(1000 * found.started).toLocaleTimeString()}`;
+  return [el("p", {}, `Step ${found.step}: ${seconds(found.seconds)}${begun}${between}`), ...rows,
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Phases in numbers" }, table),
-    ...(other.length ? [el("p", {}, `Beside the step: ${other.map(([name, time]) => `${name} ${seconds(time)}`).join(", ")}`)] : [])];
+    ...(other.length ? [el("p", {}, `Beside the step: ${other.map(([name, time]) => `${name} ${seconds(time)}`).join(", ")}`)] : []),
+    el("p", { class: "muted" }, found.recorded ? RECORDED : LAID_OUT)];
+}
+
+function colour(span) { return span.waits ? "waits" : `p${COLOURS[span.phase] ?? 6}`; }
+
+function moment(start) { return start < 0 ? `${seconds(-start)} before the step` : seconds(start); }
+
+/** What was done how long in all: [[name, seconds, colour], …]. */
+function byName(spans) {
+  const found = new Map();
+  for (const span of spans) {
+    const [time] = found.get(span.name) ?? [0];
+    found.set(span.name, [time + span.seconds, colour(span)]);
+  }
+  return [...found].map(([name, [time, shown]]) => [name, time, shown]);
 }
