@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from strop.errors import RunFailure
 from strop.models.attention import running
-from strop.models.forward import backbone, packed_inputs
+from strop.models.consistent import chosen_logprobs, linear_forward
+from strop.models.consistent_mode import is_consistent
+from strop.models.forward import backbone, packed_inputs, token_logprobs
 from strop.models.layout import pack
 from strop.models.logprobs import output_head
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
@@ -116,7 +118,11 @@ class LocalEngine:
         self._rows = max_sequences
         self._prefill_tokens = prefill_tokens
         self._device = next(model.parameters()).device
-        self._may_pack = packed_linear.available(model) if pack_weights is None else pack_weights
+        self._consistent = is_consistent(model)
+        if self._consistent and (pack_weights or compiled):
+            raise ValueError("packed weights and compiled blocks compute what the trainer does not")
+        unpacked = self._consistent or not packed_linear.available(model)
+        self._may_pack = not unpacked if pack_weights is None else pack_weights
         # Derived from the weights, and the version they had then.
         self._packed: tuple[int, packed_linear.PackedLinears] | None = None
         self._head: tuple[int, Callable[[Tensor], Tensor]] | None = None
@@ -178,7 +184,10 @@ class LocalEngine:
                     input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
                 ).last_hidden_state[0]
                 flat = []
-                for start in range(0, len(inputs.targets), 512):
+                if self._consistent:
+                    at = hidden.index_select(0, inputs.predictors)
+                    flat.append(token_logprobs(self._model, at, inputs.targets, temperature=temperature)[0])
+                for start in range(0, 0 if self._consistent else len(inputs.targets), 512):
                     span = slice(start, start + 512)
                     logits = self._logits(hidden[inputs.predictors[span]]) / temperature
                     picked = logits.gather(1, inputs.targets[span, None])[:, 0]
@@ -348,7 +357,7 @@ class LocalEngine:
         for sequence in entering:
             # After a sleep the context goes past the prompt, and its end is not where a sibling begins.
             sequence.first_hidden = None if sequence.tokens else (self._version, last[sequence.request.tokens])
-        self._take(first, self._logits(stacked))
+        self._take(first, stacked)
 
     def _decode(self) -> None:
         assert self._cache is not None
@@ -360,7 +369,7 @@ class LocalEngine:
         plan = Decode(self._cache, count, self._device)
         hidden = self._hidden(self._draws.last[:count], self._cache.lengths[:count].copy(), plan)
         self._cache.lengths[:count] += 1
-        self._take(0, self._logits(hidden))
+        self._take(0, hidden)
 
     def _captured_step(self, count: int) -> tuple[np.ndarray, np.ndarray] | None:
         """(tokens, log-probabilities) of the running rows; None where the model cannot be captured."""
@@ -385,16 +394,26 @@ class LocalEngine:
         self._cache.reserve(int(self._cache.lengths[: len(self._running)].max()) + 1)
         if self._graphs is None or not self._graphs.fits():
             self._graphs = None
-            self._graphs = GraphDecoder(self._model, self._cache, self._logits, self._device, compiled=self._compiled)
+            self._graphs = GraphDecoder(self._model, self._cache, self._drawn, self._device, compiled=self._compiled)
         return self._graphs  # type: ignore[no-any-return]
 
-    def _take(self, first: int, logits: Tensor) -> None:
-        """Draw a token for each row from `first` on."""
+    def _take(self, first: int, hidden: Tensor) -> None:
+        """Draw a token for each row from `first` on, given hidden states [n, H]."""
         rows = slice(first, len(self._running))
         draws, device = self._draws, self._device
         u = torch.from_numpy(uniforms(draws.keys[rows], draws.positions[rows])).to(device)
-        tokens, logprobs = draw(logits, torch.from_numpy(draws.temperatures[rows]).to(device), u)
+        tokens, logprobs = self._drawn(hidden, torch.from_numpy(draws.temperatures[rows]).to(device), u)
         self._accept(first, tokens.cpu().numpy(), logprobs.cpu().numpy())
+
+    def _drawn(self, hidden: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, their log-probabilities) [n] each."""
+        logits = self._logits(hidden)
+        tokens, logprobs = draw(logits, temperatures, u)
+        if self._consistent:
+            # Of the same logits, added up as the trainer does.
+            at = torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
+            logprobs = chosen_logprobs(logits, tokens, at)
+        return tokens, logprobs
 
     def _accept(self, first: int, drawn: np.ndarray, logprobs: np.ndarray) -> None:
         """Give each row from `first` on its token and let finished sequences go."""
@@ -473,8 +492,10 @@ class LocalEngine:
         return value
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[B, V] float32."""
+        """[B, V], float32 but in the consistent mode, where it is the model's own number format."""
         weight, bias, softcap = output_head(self._model)
+        if self._consistent:
+            return linear_forward(hidden, weight, bias)
         if self._may_pack and weight.numel() >= packed_linear.SMALLEST:
             if self._head is None:
                 self._head = (self._version, packed_linear.packed_product(weight.detach(), bias, min(self._rows, 64)))
