@@ -20,7 +20,7 @@ from strop.models.logprobs import Entropy, HeadGradients, Taken
 _BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t_stride"])
 def _read(
     logits, targets, inverse_temperatures, lse_out, picked_out, entropy_out, largest_out,
     columns, stride, t_stride, BLOCK: tl.constexpr,
