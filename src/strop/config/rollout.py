@@ -56,8 +56,8 @@ class EngineSettings(StrictModel):
     more."""
     consistent: bool = False
     """Of `local`: compute engine and trainer by operators whose results for a token do not depend on what else is
-    computed, so that the log-probability noted at sampling is bit for bit the trainer's and the first ratio is exactly
-    1. Slower; for Llama, Mistral, Qwen2 and Qwen3 models (docs/consistent.md)."""
+    computed, so that the log-probability noted at sampling is bit for bit the trainer's. Slower; for models of the
+    families Llama, Mistral, Qwen2 and Qwen3 (docs/engine.md)."""
     prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
     change."""
