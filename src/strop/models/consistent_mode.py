@@ -180,7 +180,7 @@ def _unknown(base: Any) -> str | None:
     for name, module in base.named_modules():
         kind = type(module)
         if kind.__module__.startswith("peft."):
-            if kind.__name__ not in ("Linear", "LoraModel", "ParameterDict", "BufferDict") or module.lora_variant:
+            if kind.__name__ != "Linear" or module.lora_variant:
                 return f"an adapter of this kind ({name}, {kind.__name__})"
         elif _is_rotary(module):
             if module.rope_type not in ROTATIONS:
