@@ -98,8 +98,9 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor, temperatures: Tensor) -> Ten
     """[n] float32: what the trainer gives for tokens [n] of logits [n, V], which are in the number format of the model.
 
     Args:
-        temperatures: [n] float32, all above 0.
+        temperatures: [n] float32; with 0, which takes the most likely token, it is that at temperature 1.
     """
+    temperatures = torch.where(temperatures > 0, temperatures, torch.ones_like(temperatures))
     if logits.is_cuda:
         from strop.models.logprobs_fused import read
 

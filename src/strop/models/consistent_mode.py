@@ -8,6 +8,7 @@ exchanges what the modules compute while a pass lasts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -73,6 +74,14 @@ def make_consistent(model: nn.Module) -> None:
 def is_consistent(model: nn.Module) -> bool:
     """Whether a model was made consistent."""
     return model in _MODELS
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy that is not trained, in eval mode; consistent where the model is."""
+    held = copy.deepcopy(model).requires_grad_(False).eval()
+    if is_consistent(model):
+        make_consistent(held)
+    return held
 
 
 @contextmanager
@@ -202,4 +211,4 @@ def _unknown(base: Any) -> str | None:
     return None
 
 
-__all__ = ["FAMILIES", "ROTATIONS", "check_family", "exchanged", "is_consistent", "make_consistent"]
+__all__ = ["FAMILIES", "ROTATIONS", "check_family", "exchanged", "frozen_copy", "is_consistent", "make_consistent"]

@@ -90,6 +90,13 @@ def test_a_measured_entropy_changes_no_log_probability(tiny_model: Make, entropy
     assert torch.equal(passed(model, False, entropy)[0], passed(model, False, "graph")[0])
 
 
+def test_compiled_blocks_are_refused(tiny_model: Make) -> None:
+    model = tiny_model()
+    make_consistent(model)
+    with pytest.raises(ValueError, match="compiled blocks"):
+        ChangedBlocks(model, compiled=True, recompute=False)
+
+
 def test_outside_of_a_pass_a_model_is_what_it_was(tiny_model: Make) -> None:
     model, untouched = tiny_model("qwen3"), tiny_model("qwen3")
     make_consistent(model)
