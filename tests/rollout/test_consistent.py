@@ -56,7 +56,7 @@ def engine_of(model: Any, **options: Any) -> LocalEngine:
     return LocalEngine(model, None, eos_ids=(1,), seed=5, context=256, **options)
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(KINDS),
     adapted=st.booleans(),
