@@ -56,6 +56,14 @@ def test_no_helper_of_the_tests_has_the_name_of_a_benchmark() -> None:
     assert not helpers & {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
 
 
+def test_the_consistent_mode_has_no_mismatch_and_the_ordinary_one_has(tmp_path: Path) -> None:
+    numbers = smoke("consistent", tmp_path / "r.json", "--dtype=bfloat16")
+    assert numbers["consistent"]["mismatch_max"] == 0 < numbers["ordinary"]["mismatch_max"]
+    for what in ("sampling", "training"):
+        assert numbers[f"times_as_long_{what}"] > 0
+        assert numbers["consistent"][f"{what}_tokens_per_second"] > 0
+
+
 def test_sampling_gives_rates_and_the_trainers_logprobs(tmp_path: Path) -> None:
     numbers = smoke("sampling", tmp_path / "r.json")
     for case in ("ragged", "groups"):

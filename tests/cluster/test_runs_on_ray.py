@@ -154,6 +154,21 @@ def test_so_it_does_on_two_ranks(here: Path, on_two: Path) -> None:
     assert_same(on_two, here)
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
+def test_engines_and_ranks_agree_to_the_last_bit_in_the_consistent_mode(train: Train, start: str, backend: str) -> None:
+    """Each side is in processes of its own, which have the weights and the mode from the recipe alone."""
+    mode = ["rollout.engine.consistent=true", "model.dtype=bfloat16", "cluster.engines.count=2"]
+    mode += [f"cluster.trainer={{ranks: 2, backend: {backend}}}"]
+    run = train(
+        "quickstart", f"consistent-{backend}", *RL, *mode, "run.steps=3", "rollout.groups_per_step=8", start, ray=True
+    )
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [
+        (m["mismatch/max"], m["mismatch/mean"]) for m in (line["metrics"] for line in steps if line["kind"] == "train")
+    ]
+    assert gaps == [(0.0, 0.0)] * 3
+
+
 def test_a_run_of_two_ranks_goes_on_with_one_and_with_four(train: Train, start: str, on_two: Path) -> None:
     settings = [*RL, "rollout.groups_per_step=8", start]
     stopped = train("quickstart", "stopped", *settings, "run.steps=2", *FSDP, ray=True)

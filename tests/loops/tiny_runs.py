@@ -166,15 +166,15 @@ def counted() -> Iterator[dict[str, Any]]:
     """Count what the model is asked for, while it is used.
 
     passes: tokens of each forward pass. blocks: passes through a feed-forward layer, those that are recomputed
-    included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small
-    products. sleeps: how often the engine gave its memory back. behind: checkpoints that are written while training
-    goes on. compiled: passes through compiled blocks.
+    included. logits: how often logits of a chunk of tokens are made. packed: matrices laid out for small products.
+    exact: products whose sums are exact, of the consistent mode. sleeps: how often the engine gave its memory back.
+    behind: checkpoints that are written while training goes on. compiled: passes through compiled blocks.
     Of verifiers: workers is how many processes were started, timeouts the seconds that were given to them, to threads
     and to requests; sandboxes is how many jobs could run in them at a time, and how many of them waited for one.
     """
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
-    from strop.models import logprobs
+    from strop.models import exact_sums, logprobs
     from strop.models.blocks import ChangedBlocks
     from strop.rewards import client
     from strop.rewards.calls import Crew
@@ -189,6 +189,7 @@ def counted() -> Iterator[dict[str, Any]]:
         "blocks": 0,
         "logits": 0,
         "packed": 0,
+        "exact": 0,
         "sleeps": 0,
         "behind": 0,
         "compiled": 0,
@@ -254,6 +255,7 @@ def counted() -> Iterator[dict[str, Any]]:
         mock.patch.object(LlamaMLP, "forward", count("blocks", mlp)),
         mock.patch.object(logprobs, "_logits", count("logits", logits)),
         mock.patch.object(packed_linear, "packed_product", count("packed", product)),
+        mock.patch.object(exact_sums, "linear", count("exact", exact_sums.linear)),
         mock.patch.object(LocalEngine, "sleep", count("sleeps", LocalEngine.sleep)),
         mock.patch.object(Background, "start", count("behind", Background.start)),
         mock.patch.object(ChangedBlocks, "used", noting_used),

@@ -54,6 +54,10 @@ class EngineSettings(StrictModel):
     """Of `local` and `vllm`: neither compile the model nor capture CUDA graphs. It starts sooner and samples slower.
     `auto` does so on a CPU; on a GPU both are done, but `local` compiles only models of 100 million weights and
     more."""
+    consistent: bool = False
+    """Of `local`: compute engine and trainer by operators whose results for a token do not depend on what else is
+    computed, so that the log-probability noted at sampling is bit for bit the trainer's. Slower; for models of the
+    families Llama, Mistral, Qwen2 and Qwen3 (docs/engine.md)."""
     prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
     change."""

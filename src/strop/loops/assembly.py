@@ -22,6 +22,7 @@ from strop.loops.engine_choices import engine_memory, share_beside_trainer
 from strop.loops.prepare import Prepared
 from strop.loops.step_batch import has_spread
 from strop.models.blocks import check_compiler
+from strop.models.consistent_mode import make_consistent
 from strop.models.forward import check_forward
 from strop.models.load import Loaded, add_lora, load_model
 from strop.models.scalar import value_head, with_scalar_head
@@ -119,6 +120,9 @@ def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
     model: Any = loaded.model
     if config.model.lora is not None:
         model = add_lora(loaded.model, config.model.lora, config.run.seed, updates=config.updates)
+    if config.rollout.engine.consistent and not scalar:
+        make_consistent(model)
+        check_forward(model, vocabulary=int(model.get_output_embeddings().weight.shape[0]))
     sizes = choose_sizes(
         config,
         hardware,

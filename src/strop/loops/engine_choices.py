@@ -11,7 +11,7 @@ from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops.spread import colocated
 
 KNOWN = {
-    "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager", "after_update", "sleep"),
+    "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager", "consistent", "after_update", "sleep"),
     "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "prefix_caching", "after_update", "sleep"),
     "sglang": ("server",),
     "openai": ("server",),

@@ -9,6 +9,7 @@ from strop.config import Config
 from strop.config.rewards import RewardSettings
 from strop.errors import ConfigError, DataError, UserError
 from strop.loops.algorithm import Demands, demands_of, make_algorithm
+from strop.loops.consistent_choices import check_consistent
 from strop.loops.engine_choices import check_engine
 from strop.loops.idle import check_idle, check_optimizers
 from strop.loops.offline import check_offline, described, open_rollouts
@@ -151,6 +152,7 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
     hardware = choose_hardware(config)
     check_optimizers(config, hardware.device.type)
     check_engine(config, hardware.device.type)
+    check_consistent(config, facts, algorithm, hardware.device.type)
     longest = _longest_sequence(config, facts.context, expected)
     _check_others(config, facts, shown, longest)
     about = "" if seen is None else described(config, train, seen)

@@ -4,13 +4,15 @@
 outside it the model is plain Hugging Face. Models reach this through transformers' attention interface, so any
 architecture that supports it works, with grouped heads, sliding windows, logit soft-capping and attention sinks.
 
-Two files compute it: `attention_flash.py` on GPUs in half precision, `attention_padded.py` everywhere else.
+Two files compute it: `attention_flash.py` on GPUs in half precision, `attention_padded.py` everywhere else; and in the
+consistent mode `attention_consistent.py` on GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,8 @@ from torch import Tensor, nn
 from strop.errors import ModelError
 from strop.models.attention_flash import FlashAttention, usable
 from strop.models.attention_padded import PaddedAttention
+from strop.models.consistent import with_gradient_of
+from strop.models.consistent_mode import exchanged
 from strop.models.layout import Layout
 from strop.models.moving import moved
 from strop.models.scores import Scores
@@ -36,7 +40,8 @@ class Plan(Protocol):
         ...
 
 
-_PLANS: dict[int, Plan] = {}
+# By the config of a layer: its plan, and whether its model computes consistently.
+_PLANS: dict[int, tuple[Plan, bool]] = {}
 _CONFIGS: WeakKeyDictionary[nn.Module, dict[int, Any]] = WeakKeyDictionary()
 
 
@@ -51,17 +56,19 @@ def _attention_interface(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     config: Any = module.config
+    plan, consistent = _PLANS[id(config)]
     scores = Scores(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
+        consistent=consistent,
     )
     if dropout:
         raise ModelError("attention dropout is not supported", mend="set attention_dropout to 0 in the model's config")
     if kwargs.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__} biases attention by position, which packing does not support")
-    return _PLANS[id(config)].attend(module, query, key, value, scores), None
+    return plan.attend(module, query, key, value, scores), None
 
 
 def compiled_around() -> None:
@@ -93,11 +100,12 @@ def running(model: nn.Module, plan: Plan) -> Iterator[None]:
     configs = _configs(model)
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
-        for key, config in configs.items():
-            # The property setter would also reach sub-configs and validate the name on each call.
-            config._attn_implementation_internal = NAME
-            _PLANS[key] = plan
-        yield
+        with exchanged(model) as consistent:
+            for key, config in configs.items():
+                # The property setter would also reach sub-configs and validate the name on each call.
+                config._attn_implementation_internal = NAME
+                _PLANS[key] = plan, consistent
+            yield
     finally:
         for key, config in configs.items():
             config._attn_implementation_internal = before[key]
@@ -125,9 +133,12 @@ class PackedAttention:
         # Made when the first layer asks, which shows its number format.
         self._flash: FlashAttention | None = None
         self._padded: PaddedAttention | None = None
+        self._tiles: Any = None
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """[1, T, heads, head size] from query [1, heads, T, d], key and value [1, kv heads, T, d]."""
+        if scores.consistent and query.is_cuda:
+            return self._consistent(layer, query, key, value, scores)
         if usable(query, scores):
             if self._flash is None:
                 self._flash = FlashAttention(self._layout, self.device)
@@ -135,6 +146,22 @@ class PackedAttention:
         if self._padded is None:
             self._padded = PaddedAttention(self._layout, self.device)
         return self._padded.attend(query, key, value, scores)
+
+    def _consistent(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """The same by kernels that are consistent; the gradient is that of the others."""
+        if self._tiles is None:
+            from strop.models.attention_consistent import PackedTiles
+
+            self._tiles = PackedTiles(self._layout, self.device)
+        tiles, ordinary = self._tiles, replace(scores, consistent=False)
+
+        def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return PackedAttention.attend(self, layer, query, key, value, ordinary)
+
+        def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return tiles.attend(query, key, value, scores)  # type: ignore[no-any-return]
+
+        return with_gradient_of(plain, compute, query, key, value)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return moved(torch.from_numpy(np.ascontiguousarray(array)), self.device)

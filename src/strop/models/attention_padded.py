@@ -6,7 +6,7 @@ are padded to one batch, so the work is close to the sum of their own squares (b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from strop.models import exact_sums
+from strop.models.consistent import with_gradient_of
 from strop.models.layout import Layout
 from strop.models.moving import moved
 from strop.models.scores import Scores
@@ -203,6 +205,8 @@ def scored_attention(
     """Masked attention; `groups` query heads are stacked along the query axis of each key head."""
     if scores.plain:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
+    if scores.consistent:
+        return _consistent(query, key, value, mask, scores, groups)
     logits = (query @ key.transpose(-1, -2)).float() * scores.scaling
     if scores.softcap is not None:
         logits = torch.tanh(logits / scores.softcap) * scores.softcap
@@ -214,6 +218,19 @@ def scored_attention(
     sinks = sinks.reshape(1, key.shape[1], -1, 1).expand(query.shape[0], -1, query.shape[2], 1)
     weights = torch.softmax(torch.cat([logits, sinks], -1), -1)[..., :-1]
     return weights.to(value.dtype) @ value
+
+
+def _consistent(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores, groups: int) -> Tensor:
+    """The same by exact sums, which padding cannot change."""
+    ordinary = replace(scores, consistent=False)
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scored_attention(query, key, value, mask, ordinary, groups)
+
+    def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return exact_sums.attention(query, key, value, mask, scores.scaling)
+
+    return with_gradient_of(plain, compute, query, key, value)
 
 
 def _buckets(layout: Layout, chosen: list[int]) -> list[list[int]]:

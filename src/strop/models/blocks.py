@@ -19,6 +19,7 @@ from torch import nn
 from strop.config.model import Recompute
 from strop.errors import ModelError, UserError
 from strop.models.attention import compiled_around
+from strop.models.consistent_mode import is_consistent
 from strop.models.recompute import recomputed
 
 # Variants of a block: with a gradient and without, in training and evaluation, adapters on and off, windows. torch
@@ -40,9 +41,12 @@ class ChangedBlocks:
 
     Raises:
         ModelError: transformers does not say what the model's blocks are.
+        ValueError: blocks of a model in the consistent mode are to be compiled.
     """
 
     def __init__(self, model: nn.Module, *, compiled: bool, recompute: Recompute) -> None:
+        if compiled and is_consistent(model):
+            raise ValueError("compiled blocks add up in an order of their own, which no engine has")
         blocks = blocks_of(model)
         if not blocks:
             key = "training.compile" if compiled else "model.activation_checkpointing"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from strop.errors import ModelError
 from strop.models.attention import PackedAttention, check_supported, running
+from strop.models.consistent_mode import is_consistent
 from strop.models.layout import PackedStreams, pack
 from strop.models.logprobs import Entropy, Vocabulary, linear_logprobs, output_head
 from strop.models.moving import moved
@@ -118,6 +119,7 @@ def token_logprobs(
         hits=hits,
         even=even,
         vocabulary=vocabulary,
+        consistent=is_consistent(model),
     )
 
 

@@ -14,6 +14,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from strop.models import exact_sums
+from strop.models.consistent import linear_forward
+
 Entropy = Literal["none", "value", "graph"]
 
 
@@ -38,13 +41,15 @@ class _Head:
     hits: Tensor | None = None
     even: bool = False
     vocabulary: Vocabulary | None = None
+    consistent: bool = False
 
     def of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(log-sum-exp, logits of the targets, largest logits) [n] over the whole vocabulary, of logits [n, V]."""
         if self.vocabulary is None:
             picked = logits.gather(1, targets[:, None]).squeeze(1)
             largest = logits.amax(-1) if self.hits is not None else picked
-            return torch.logsumexp(logits, -1), picked, largest
+            lse = exact_sums.log_sum_exp(logits) if self.consistent else torch.logsumexp(logits, -1)
+            return lse, picked, largest
         largest = self.vocabulary.maximum(logits.amax(-1))
         local, inside = self.local(targets, logits.shape[1])
         picked = torch.where(inside, logits.gather(1, local[:, None]).squeeze(1), 0)
@@ -65,6 +70,10 @@ class _Head:
             targets, inside = self.local(targets, grad.shape[1])
             values = torch.where(inside[:, None], values, 0)
         grad.scatter_add_(1, targets[:, None], values)
+
+    def divisor(self, logits: Tensor) -> Tensor | float:
+        """What logits are divided by: in the consistent mode the engine's number, which it has in float32."""
+        return logits.new_tensor(self.temperature) if self.consistent else self.temperature
 
     def spans(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self.chunk):
@@ -95,7 +104,8 @@ class _LinearLogprobs(torch.autograd.Function):
         possible = head.entropy != "graph" and head.softcap is None
         taken = Taken.of(hidden, weight, bias, ctx.needs_input_grad[:3], even=head.even) if possible else None
         for span in head.spans(count):
-            logits = _logits(hidden[span], weight, bias, head.softcap).div_(head.temperature)
+            logits = _logits(hidden[span], weight, bias, head.softcap, head.consistent)
+            logits.div_(head.divisor(logits))
             lse, picked, largest = head.of(logits, targets[span])
             normalizer[span] = lse
             logprobs[span] = picked - lse
@@ -243,8 +253,11 @@ class Taken:
         return summed.times(factor).given() if bool(alike) else None
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    logits = nn.functional.linear(hidden, weight, bias).float()
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, consistent: bool = False
+) -> Tensor:
+    multiply = linear_forward if consistent else nn.functional.linear
+    logits = multiply(hidden, weight, bias).float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     return logits
@@ -263,6 +276,7 @@ def linear_logprobs(
     hits: Tensor | None = None,
     even: bool = False,
     vocabulary: Vocabulary | None = None,
+    consistent: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target, and the entropy of each distribution.
 
@@ -278,21 +292,25 @@ def linear_logprobs(
         even: all rows count alike in the loss, as in a mean: logits are then not computed twice. Where they do not, the
             gradient is right all the same on a CPU, and NaN on a GPU.
         vocabulary: `weight` and `bias` are this rank's part of them. The gradient of `hidden` is then a part of a sum.
+        consistent: the log-probability of a row does not depend on the others (`consistent_mode.py`); not with a
+            soft-cap, nor with a part of the head.
 
     Returns:
         (logprobs [N] float32, differentiable; entropy [N] float32, differentiable if it is asked for as "graph").
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
+    if consistent and (softcap is not None or vocabulary is not None):
+        raise ValueError("log-probabilities are not consistent with soft-capped logits, nor from a part of the head")
     # Equal chunks: a last chunk of a few rows would pay for a whole pass over the head.
     pieces = max(1, -(-hidden.shape[0] // chunk))
     size = max(1, -(-hidden.shape[0] // pieces))
     if hidden.is_cuda and softcap is None and vocabulary is None and _has_triton():
         from strop.models.logprobs_fused import FusedLogprobs
 
-        return FusedLogprobs.apply(hidden, weight, bias, targets, temperature, size, entropy, hits, even)
+        return FusedLogprobs.apply(hidden, weight, bias, targets, temperature, size, entropy, hits, even, consistent)
     return _LinearLogprobs.apply(
-        hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits, even, vocabulary)
+        hidden, weight, bias, targets, _Head(temperature, softcap, size, entropy, hits, even, vocabulary, consistent)
     )
 
 

@@ -14,19 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from strop.models.consistent import linear_forward
 from strop.models.logprobs import Entropy, HeadGradients, Taken
 
 _BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t_stride"])
 def _read(
-    logits, targets, lse_out, picked_out, entropy_out, largest_out,
-    columns, stride, inverse_temperature, BLOCK: tl.constexpr,
+    logits, targets, inverse_temperatures, lse_out, picked_out, entropy_out, largest_out,
+    columns, stride, t_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row: running maximum m, s = sum exp(x - m) and t = sum exp(x - m) (x - m), rescaled when m grows."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
+    inverse_temperature = tl.load(inverse_temperatures + row * t_stride)
     m = -1e30
     s = 0.0
     t = 0.0
@@ -69,12 +71,14 @@ def _gradient(
     tl.store(logits + at, (grad * inverse_temperature).to(logits.dtype.element_ty), mask=inside)
 
 
-def read(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log-sum-exp, logits of the targets, entropy, largest logits) [n] float32, of logits [n, V] / temperature."""
+def read(logits: Tensor, targets: Tensor, inverse_temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-sum-exp, logits of the targets, entropy, largest logits) [n] float32, of logits [n, V] times inverse
+    temperatures, float32, [n] or one for all, [1]."""
     found = torch.empty((4, logits.shape[0]), dtype=torch.float32, device=logits.device)
     _read[(logits.shape[0],)](
-        logits, targets, *found.unbind(), logits.shape[1], logits.stride(0), 1 / temperature, BLOCK=_BLOCK
-    )
+        logits, targets, inverse_temperatures, *found.unbind(), logits.shape[1], logits.stride(0),
+        min(1, len(inverse_temperatures) - 1), BLOCK=_BLOCK,
+    )  # fmt: skip
     lse, picked, entropy, largest = found.unbind()
     return lse, picked, entropy, largest
 
@@ -120,15 +124,21 @@ class FusedLogprobs(torch.autograd.Function):
         entropy: Entropy,
         hits: Tensor | None,
         even: bool,
+        consistent: bool = False,
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
         logprobs, spread, normalizer = torch.empty((3, count), dtype=torch.float32, device=hidden.device).unbind()
         possible = entropy != "graph"
         taken = Taken.of(hidden, weight, bias, ctx.needs_input_grad[:3], even=even) if possible else None
+        multiply = linear_forward if consistent else nn.functional.linear
+        inverse = torch.full((1,), temperature, dtype=torch.float64, device=hidden.device).reciprocal().float()
+        if consistent:
+            # As the engine has it, whose temperatures are float32.
+            inverse = torch.full_like(inverse, temperature).reciprocal()
         ones = torch.ones(min(count, chunk), dtype=torch.float32, device=hidden.device)
         for span in _spans(count, chunk):
-            logits = nn.functional.linear(hidden[span], weight, bias)
-            lse, picked, of_each, largest = read(logits, targets[span], temperature)
+            logits = multiply(hidden[span], weight, bias)
+            lse, picked, of_each, largest = read(logits, targets[span], inverse)
             normalizer[span], spread[span] = lse, of_each
             torch.sub(picked, lse, out=logprobs[span])
             if hits is not None:
@@ -147,7 +157,7 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        rest = (None,) * 6
+        rest = (None,) * 7
         if ctx.taken is not None and (known := ctx.taken.times(of_logprobs)) is not None:
             return (*known, *rest)
         hidden, weight, bias, targets, normalizer, spread = ctx.saved_tensors

@@ -161,7 +161,7 @@ def choose_sizes(
             reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
     sleeps, why = engine_sleeps(config, hardware, model, share=share, reference=reference)
     compiles, eager = config.training.compile, config.rollout.engine.eager
-    pays = _compiling_pays(hardware, model)
+    pays = not config.rollout.engine.consistent and _compiling_pays(hardware, model)
     trainer_compiles = pays if compiles == "auto" else compiles
     engine_compiles = pays if eager == "auto" else not eager
     if trainer_compiles and compiles == "auto":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from strop.config.training import OptimizerSettings
 from strop.models.adaptive import adaptive_ranks
 from strop.models.attention import Plan, running
 from strop.models.blocks import ChangedBlocks
+from strop.models.consistent_mode import frozen_copy
 from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
 from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
@@ -110,7 +110,7 @@ class SingleDeviceTrainer:
         self._adapters = hasattr(model, "disable_adapter")
         self._reference: Whole | None = None
         if reference and not self._adapters:
-            self._reference = self._ranks_of.divide(copy.deepcopy(model).requires_grad_(False).eval())
+            self._reference = self._ranks_of.divide(frozen_copy(model))
         self._input_begins = bool(recompute) and self._adapters
         if self._input_begins:
             # What begins a graph is then the input of the first block, not only the adapters in it.

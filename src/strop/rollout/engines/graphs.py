@@ -17,7 +17,6 @@ from strop.models.attention import Scores, running
 from strop.models.blocks import ChangedBlocks
 from strop.models.forward import backbone
 from strop.rollout.engines.kv_cache import KVCache
-from strop.rollout.sampling import draw
 
 _FEW = (1, 2, 4, 8, 16, 24, 32)
 _STEP = 32
@@ -33,7 +32,8 @@ class GraphDecoder:
     """Decodes with graphs over one cache; see `step`.
 
     Args:
-        logits: [n, V] float32 from hidden states [n, H], with operations that can be captured.
+        draw: (tokens, log-probabilities) [n] each, from hidden states [n, H], temperatures [n] and the `u` [n] of
+            `sampling.draw`, with operations that can be captured.
         compiled: also compile the model's blocks by torch.compile.
     """
 
@@ -41,12 +41,12 @@ class GraphDecoder:
         self,
         model: nn.Module,
         cache: KVCache,
-        logits: Callable[[Tensor], Tensor],
+        draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
         device: torch.device,
         *,
         compiled: bool,
     ) -> None:
-        self._model, self._cache, self._logits = model, cache, logits
+        self._model, self._cache, self._draw = model, cache, draw
         self._blocks: Any = None
         if compiled:
             self._blocks = ChangedBlocks(model, compiled=True, recompute=False)
@@ -122,7 +122,7 @@ class GraphDecoder:
             else:
                 with blocks.used():
                     hidden = self._hidden(size)
-        return draw(self._logits(hidden), self._temperatures[:size], self._u[:size])
+        return self._draw(hidden, self._temperatures[:size], self._u[:size])
 
     def _hidden(self, size: int) -> Tensor:
         ids, positions = self._tokens[:size][None], self._lengths[:size][None]
@@ -136,16 +136,31 @@ class _Step:
     def __init__(self, cache: KVCache, lengths: Tensor) -> None:
         self._cache = cache
         self._lengths = lengths.int()
+        self._at = lengths
+        self._tiles: Any = None
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         from strop.rollout.engines.decode_kernel import decode_attention
 
+        if scores.consistent:
+            return self._consistent(layer, query, key, value, scores)
         if not scores.plain:
             raise NotCaptured("its attention caps scores or has sinks")
         keys, values = self._cache.layer(layer, key, value)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         out = decode_attention(q, k, v, keys, values, self._lengths, scaling=scores.scaling, window=scores.window)
         return out.unsqueeze(0)
+
+    def _consistent(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        from strop.models.attention_consistent import CachedTiles
+
+        keys, values = self._cache.layer(layer, key, value)
+        if self._tiles is None:
+            self._tiles = CachedTiles(self._at)
+            self._rows = torch.arange(len(self._at), device=query.device)
+        keys[self._rows, :, self._at] = key[0].transpose(0, 1)
+        values[self._rows, :, self._at] = value[0].transpose(0, 1)
+        return self._tiles.attend(query, keys, values, scores)  # type: ignore[no-any-return]
 
 
 def capturable(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,11 +113,18 @@ class Decode:
         # How far back each cached place is from the new token; places not yet written are negative.
         self._distance = (self._at[:, None] - torch.arange(self._span, device=device))[:, None, None]
         self._seen = self._distance >= 0
+        self._tiles: Any = None
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         keys, values = self._cache.layer(layer, key, value)
         keys[self._row, :, self._at] = key[0].transpose(0, 1)
         values[self._row, :, self._at] = value[0].transpose(0, 1)
+        if scores.consistent and query.is_cuda:
+            if self._tiles is None:
+                from strop.models.attention_consistent import CachedTiles
+
+                self._tiles = CachedTiles(self._at)
+            return self._tiles.attend(query, keys, values, scores)  # type: ignore[no-any-return]
         heads, shared = query.shape[1], key.shape[1]
         # The query heads that share a key head are its queries.
         rows = query[0].transpose(0, 1).reshape(self._n, shared, heads // shared, -1)

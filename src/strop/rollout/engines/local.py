@@ -13,7 +13,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,62 +21,22 @@ from torch import Tensor, nn
 
 from strop.errors import RunFailure
 from strop.models.attention import running
-from strop.models.forward import backbone, packed_inputs
+from strop.models.consistent import chosen_logprobs, linear_forward
+from strop.models.consistent_mode import is_consistent
+from strop.models.forward import backbone, packed_inputs, token_logprobs
 from strop.models.layout import pack
 from strop.models.logprobs import output_head
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
 from strop.rollout.engines import packed_linear
 from strop.rollout.engines.graphs import GraphDecoder, NotCaptured, capturable
 from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
-from strop.rollout.engines.stopping import ends_with_stop, stop_tail
+from strop.rollout.engines.stopping import stop_tail
+from strop.rollout.engines.under_way import Draws, UnderWay, context_of
 from strop.rollout.sampling import draw, stream_key, uniforms
 
 T = TypeVar("T")
 # While new weights are half copied.
 _NO_VERSION = -1
-
-
-@dataclass
-class _Sequence:
-    """A request on its way."""
-
-    request: SampleRequest
-    future: asyncio.Future[SampleResult]
-    key: np.uint64
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    # Hidden state [H] after the prompt, and the version it was computed with; lent to siblings of the same version.
-    first_hidden: tuple[int, Tensor] | None = None
-    stop_tail: int = 0
-    # Called with each token as it is drawn.
-    told: Callable[[int], None] | None = None
-
-    def result(self, finish: FinishReason) -> SampleResult:
-        return SampleResult(self.tokens, self.logprobs, self.versions, finish)
-
-
-class _Draws:
-    """What drawing needs of each running sequence, in arrays, so that a step need not gather it from objects.
-
-    keys: uint64, of the random stream. positions: int64, of the next token in it. temperatures: float32. last: int64,
-    the newest token. All [rows].
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.keys = np.zeros(rows, dtype=np.uint64)
-        self.positions = np.zeros(rows, dtype=np.int64)
-        self.temperatures = np.zeros(rows, dtype=np.float32)
-        self.last = np.zeros(rows, dtype=np.int64)
-
-    def enter(self, row: int, sequence: _Sequence) -> None:
-        self.keys[row] = sequence.key
-        self.positions[row] = len(sequence.tokens)
-        self.temperatures[row] = sequence.request.settings.temperature
-
-    def move(self, source: int, target: int) -> None:
-        for array in (self.keys, self.positions, self.temperatures, self.last):
-            array[target] = array[source]
 
 
 class LocalEngine:
@@ -116,7 +75,11 @@ class LocalEngine:
         self._rows = max_sequences
         self._prefill_tokens = prefill_tokens
         self._device = next(model.parameters()).device
-        self._may_pack = packed_linear.available(model) if pack_weights is None else pack_weights
+        self._consistent = is_consistent(model)
+        if self._consistent and (pack_weights or compiled):
+            raise ValueError("packed weights and compiled blocks compute what the trainer does not")
+        can_pack = packed_linear.available(model) and not self._consistent
+        self._may_pack = can_pack if pack_weights is None else pack_weights
         # Derived from the weights, and the version they had then.
         self._packed: tuple[int, packed_linear.PackedLinears] | None = None
         self._head: tuple[int, Callable[[Tensor], Tensor]] | None = None
@@ -126,9 +89,9 @@ class LocalEngine:
         self._compiled = compiled
         self._recomputes = recomputes
         self._version = 0
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
-        self._draws = _Draws(max_sequences)
+        self._waiting: deque[UnderWay] = deque()
+        self._running: list[UnderWay] = []
+        self._draws = Draws(max_sequences)
         self._loop: asyncio.Task[None] | None = None
         self._gate = asyncio.Event()
         self._gate.set()
@@ -144,7 +107,7 @@ class LocalEngine:
             ValueError: prompt and completion do not fit the model's context, or the prompt is empty.
         """
         request.check(self._context)
-        sequence = _Sequence(
+        sequence = UnderWay(
             request, asyncio.get_running_loop().create_future(), stream_key(self._seed, request.stream), told=told
         )
         sequence.stop_tail = stop_tail(request.settings.stop)
@@ -180,9 +143,12 @@ class LocalEngine:
                 flat = []
                 for start in range(0, len(inputs.targets), 512):
                     span = slice(start, start + 512)
-                    logits = self._logits(hidden[inputs.predictors[span]]) / temperature
-                    picked = logits.gather(1, inputs.targets[span, None])[:, 0]
-                    flat.append(picked - torch.logsumexp(logits, -1))
+                    at, targets = hidden[inputs.predictors[span]], inputs.targets[span]
+                    if self._consistent:
+                        flat.append(token_logprobs(self._model, at, targets, temperature=temperature)[0])
+                    else:
+                        logits = self._logits(at) / temperature
+                        flat.append(logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, -1))
         scores = torch.cat(flat).cpu().numpy() if flat else np.zeros(0, np.float32)
         pieces = np.split(scores, np.cumsum([len(s) - 1 for s in streams])[:-1])
         return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
@@ -291,13 +257,13 @@ class LocalEngine:
         if self._running:
             self._decode()
 
-    def _next_prompts(self) -> list[_Sequence]:
+    def _next_prompts(self) -> list[UnderWay]:
         """Waiting requests for the free rows, as many as fit one forward pass (and at least one)."""
-        chosen: list[_Sequence] = []
+        chosen: list[UnderWay] = []
         prompts: set[tuple[int, ...]] = set()
         tokens = 0
         while self._waiting and len(self._running) + len(chosen) < self._rows:
-            prompt = _context_of(self._waiting[0])
+            prompt = context_of(self._waiting[0])
             if prompt not in prompts:
                 tokens += len(prompt)
                 if prompts and tokens > self._prefill_tokens:
@@ -306,7 +272,7 @@ class LocalEngine:
             chosen.append(self._waiting.popleft())
         return chosen
 
-    def _prefill(self, entering: list[_Sequence]) -> None:
+    def _prefill(self, entering: list[UnderWay]) -> None:
         """Give entering sequences a row each; equal prompts are computed once, or copied from a row that has it."""
         if self._cache is None:
             self._cache = KVCache(self._rows)
@@ -314,7 +280,7 @@ class LocalEngine:
         first = len(self._running)
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for row, sequence in enumerate(entering, start=first):
-            by_prompt.setdefault(_context_of(sequence), []).append(row)
+            by_prompt.setdefault(context_of(sequence), []).append(row)
             self._draws.enter(row, sequence)
         held = {
             s.request.tokens: row
@@ -344,11 +310,11 @@ class LocalEngine:
                 last[prompt] = hidden[int(places[-1])]
             self._stats.prompt_tokens += len(packed.layout.input_ids)
         self._stats.sequences += len(entering)
-        stacked = torch.stack([last[_context_of(sequence)] for sequence in entering])
+        stacked = torch.stack([last[context_of(sequence)] for sequence in entering])
         for sequence in entering:
             # After a sleep the context goes past the prompt, and its end is not where a sibling begins.
             sequence.first_hidden = None if sequence.tokens else (self._version, last[sequence.request.tokens])
-        self._take(first, self._logits(stacked))
+        self._take(first, stacked)
 
     def _decode(self) -> None:
         assert self._cache is not None
@@ -360,7 +326,7 @@ class LocalEngine:
         plan = Decode(self._cache, count, self._device)
         hidden = self._hidden(self._draws.last[:count], self._cache.lengths[:count].copy(), plan)
         self._cache.lengths[:count] += 1
-        self._take(0, self._logits(hidden))
+        self._take(0, hidden)
 
     def _captured_step(self, count: int) -> tuple[np.ndarray, np.ndarray] | None:
         """(tokens, log-probabilities) of the running rows; None where the model cannot be captured."""
@@ -385,16 +351,25 @@ class LocalEngine:
         self._cache.reserve(int(self._cache.lengths[: len(self._running)].max()) + 1)
         if self._graphs is None or not self._graphs.fits():
             self._graphs = None
-            self._graphs = GraphDecoder(self._model, self._cache, self._logits, self._device, compiled=self._compiled)
+            self._graphs = GraphDecoder(self._model, self._cache, self._drawn, self._device, compiled=self._compiled)
         return self._graphs  # type: ignore[no-any-return]
 
-    def _take(self, first: int, logits: Tensor) -> None:
-        """Draw a token for each row from `first` on."""
+    def _take(self, first: int, hidden: Tensor) -> None:
+        """Draw a token for each row from `first` on, given hidden states [n, H]."""
         rows = slice(first, len(self._running))
         draws, device = self._draws, self._device
         u = torch.from_numpy(uniforms(draws.keys[rows], draws.positions[rows])).to(device)
-        tokens, logprobs = draw(logits, torch.from_numpy(draws.temperatures[rows]).to(device), u)
+        tokens, logprobs = self._drawn(hidden, torch.from_numpy(draws.temperatures[rows]).to(device), u)
         self._accept(first, tokens.cpu().numpy(), logprobs.cpu().numpy())
+
+    def _drawn(self, hidden: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, their log-probabilities) [n] each."""
+        logits = self._logits(hidden)
+        tokens, logprobs = draw(logits, temperatures, u)
+        if self._consistent:
+            # Of the same logits, added up as the trainer does.
+            logprobs = chosen_logprobs(logits, tokens, temperatures)
+        return tokens, logprobs
 
     def _accept(self, first: int, drawn: np.ndarray, logprobs: np.ndarray) -> None:
         """Give each row from `first` on its token and let finished sequences go."""
@@ -411,21 +386,12 @@ class LocalEngine:
         self._stats.sampled_tokens += len(drawn)
         # From the last row down, so that the row moved into a gap has been looked at.
         for row in reversed(range(first, len(self._running))):
-            finish = self._finished(self._running[row])
+            finish = self._running[row].finished(self._eos, self._tokenizer)
             if finish is not None:
                 self._finish(self._running[row], finish)
                 self._release(row)
 
-    def _finished(self, sequence: _Sequence) -> FinishReason | None:
-        settings = sequence.request.settings
-        if sequence.tokens[-1] in self._eos:
-            return "stop"
-        tail = sequence.stop_tail
-        if tail and ends_with_stop(self._tokenizer, sequence.tokens[-tail:], settings.stop):
-            return "stop"
-        return "length" if len(sequence.tokens) >= settings.max_new_tokens else None
-
-    def _finish(self, sequence: _Sequence, finish: FinishReason) -> None:
+    def _finish(self, sequence: UnderWay, finish: FinishReason) -> None:
         if not sequence.future.done():
             sequence.future.set_result(sequence.result(finish))
 
@@ -473,8 +439,10 @@ class LocalEngine:
         return value
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[B, V] float32."""
+        """[B, V] float32; in the consistent mode in the model's own number format."""
         weight, bias, softcap = output_head(self._model)
+        if self._consistent:
+            return linear_forward(hidden, weight, bias)
         if self._may_pack and weight.numel() >= packed_linear.SMALLEST:
             if self._head is None:
                 self._head = (self._version, packed_linear.packed_product(weight.detach(), bias, min(self._rows, 64)))
@@ -482,8 +450,3 @@ class LocalEngine:
         else:
             logits = nn.functional.linear(hidden, weight, bias).float()
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _context_of(sequence: _Sequence) -> tuple[int, ...]:
-    """What must be in the cache before the next token: the prompt, and what was sampled before a sleep."""
-    return (*sequence.request.tokens, *sequence.tokens)
