@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def until(there: AtHand, job: str, condition: Callable[[Any], bool]) -> Any:
     give_up = time.monotonic() + 180
     while not condition(found := there.service.jobs.of(job)):
         assert time.monotonic() < give_up, f"{found}: {there.service.jobs.log_path(job).read_text()[-2000:]}"
-        there.service.jobs.look()
+        # As the service's own thread does: a cluster that has just begun may have nobody yet who takes a job.
+        with suppress(RuntimeError):
+            there.service.jobs.look()
         time.sleep(0.5)
     return found
 

@@ -72,7 +72,7 @@ def look(browser: Any) -> Iterator[Callable[..., Any]]:
             )
             stack.callback(context.close)
             page = context.new_page()
-            page.set_default_timeout(15_000)
+            page.set_default_timeout(60_000)
             page.expected, page.told, page.asked = (), [], []
             page.on("console", lambda message: page.told.append(message.text))
             page.on("pageerror", lambda error: page.told.append(str(error)))

@@ -164,9 +164,14 @@ class Jobs:
                 await asyncio.wait_for(self._wake.wait(), LOOK_EVERY)
 
     def look(self) -> None:
-        """See how running jobs are, tell them what is wished, and start what waits while there is room."""
+        """See how running jobs are, tell them what is wished, and start what waits while there is room.
+
+        Raises:
+            Exception: what a backend failed with, the first of several; the others were looked after. It is asked again
+                at the next look.
+        """
         running = dict.fromkeys(self.backends, 0)
-        failed: list[Exception] = []
+        failed: dict[str, Exception] = {}
         for job in self.store.running():
             try:
                 if job.backend in self.backends and self._look_at(job, self.backends[job.backend]):
@@ -174,17 +179,20 @@ class Jobs:
             except Exception as error:
                 # A cluster that does not answer must not keep others from being looked after; what runs there runs.
                 running[job.backend] += 1
-                failed.append(error)
+                failed.setdefault(job.backend, error)
         for name, backend in self.backends.items():
-            while not failed and (name == "ray" or running[name] < self._settings.jobs):
+            while name not in failed and (name == "ray" or running[name] < self._settings.jobs):
                 job = self.store.begin_next(name)
                 if job is None:
                     break
                 running[name] += 1
                 self._note(job, "start")
-                backend.start(job)
-        if failed:
-            raise failed[0]
+                try:
+                    backend.start(job)
+                except Exception as error:
+                    failed[name] = error
+        for error in failed.values():
+            raise error
 
     def _look_at(self, job: Job, backend: Backend) -> bool:
         """Returns whether it still runs."""
