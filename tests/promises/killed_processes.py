@@ -134,15 +134,22 @@ def alive(pid: int) -> bool:
 def lines(run: Path, kind: str) -> list[int]:
     """Steps of a kind that have been logged so far."""
     try:
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    except (FileNotFoundError, json.JSONDecodeError):
+        text = (run / "metrics.jsonl").read_text()
+    except FileNotFoundError:
         return []
+    # A line that is being written is not there yet.
+    records = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [record["step"] for record in records if record["kind"] == kind]
 
 
+_LEFT: dict[tuple[Path, str], int] = {}
+"""The last step of a kind that was logged when a run was killed: its line is there until the next process cuts it."""
+
+
 def kill_at(process: Process, run: Path, step: int, *, kind: str = "train", after: float = 0.0) -> None:
-    """Kill a process some time after it has logged a step; less if the run is over before that."""
+    """Kill a process some time after it has logged a step; a later one, if one that was killed had come as far."""
     give_up = time.monotonic() + LONGEST
+    step = max(step, _LEFT.get((run, kind), 0) + 1)
     while step not in lines(run, kind):
         assert process.poll() is None, (process.folder / "output.txt").read_text()
         assert time.monotonic() < give_up
@@ -150,3 +157,4 @@ def kill_at(process: Process, run: Path, step: int, *, kind: str = "train", afte
     time.sleep(after)
     assert process.poll() is None, "the run was over before it could be killed"
     process.kill()
+    _LEFT[run, kind] = max(lines(run, kind), default=0)
