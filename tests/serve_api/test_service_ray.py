@@ -6,9 +6,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,44 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a cluster's dashboard."""
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        ports = one.getsockname()[1], other.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a cluster's dashboard. All its ports are its own: who takes its jobs listens at one, and where
+    another cluster of this machine has that nobody ever takes any."""
+    with ExitStack() as free:
+        sockets = [free.enter_context(socket.socket()) for _ in range(4)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in sockets]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    environment["RAY_AUTH_MODE"] = "disabled"
-    script = "import ray, sys, time; ray.init(address='local', num_cpus=2, include_dashboard=True, "
-    script += f"dashboard_port={ports[1]}); print('up', flush=True); sys.stdin.read()"
-    cluster = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert cluster.stdout is not None
-    assert cluster.stdin is not None
-    while (line := cluster.stdout.readline()).strip() != "up":
-        assert line, "the cluster does not start"
-    yield f"http://127.0.0.1:{ports[1]}"
-    cluster.stdin.close()
-    cluster.wait(30)
+    named = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2"]
+        command += ["--node-ip-address=127.0.0.1", "--include-dashboard=true", f"--temp-dir={folder}"]
+        command += [f"--{name}={port}" for name, port in zip(named, ports, strict=True)]
+        log = Path(folder) / "log.txt"
+        with log.open("w") as output:
+            cluster = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        give_up = time.monotonic() + 120
+        while "Ray runtime started" not in log.read_text():
+            assert cluster.poll() is None, log.read_text()
+            assert time.monotonic() < give_up, log.read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{ports[1]}"
+        cluster.terminate()
+        cluster.wait(60)
+
+
+def log_of(there: AtHand, job: str) -> str:
+    log = there.service.jobs.log_path(job)
+    return log.read_text()[-2000:] if log.exists() else "nothing was printed"
 
 
 def until(there: AtHand, job: str, condition: Callable[[Any], bool]) -> Any:
     give_up = time.monotonic() + 180
     while not condition(found := there.service.jobs.of(job)):
-        assert time.monotonic() < give_up, f"{found}: {there.service.jobs.log_path(job).read_text()[-2000:]}"
+        assert time.monotonic() < give_up, f"{found}: {log_of(there, job)}"
         # As the service's own thread does: a cluster that has just begun may have nobody yet who takes a job.
         with suppress(RuntimeError):
             there.service.jobs.look()

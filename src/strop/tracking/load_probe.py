@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +16,8 @@ class LoadProbe:
     def __init__(self) -> None:
         self._cards = Cards.find()
         self._busy, self._whole = _processors()
-        self._looked, self._known = time.time(), _spent(_tree([os.getpid()]))
+        there = _processes()
+        self._seen, self._known = _keys(there.values()), _spent(_tree(there, [os.getpid()]))
 
     def take(self, processes: Iterable[int] = ()) -> dict[str, Any]:
         """JSON-ready numbers of now.
@@ -33,13 +34,15 @@ class LoadProbe:
         import psutil
 
         busy, whole = _processors()
-        tree = _tree([os.getpid(), *processes])
-        now, spent = time.time(), _spent(tree)
+        there = _processes()
+        tree = _tree(there, [os.getpid(), *processes])
+        spent = _spent(tree)
         passed, ran = max(whole - self._whole, 1e-9), 0.0
-        for (pid, created), seconds in spent.items():
-            before = self._known.get((pid, created))
-            # Of a process that was there before, and only now is the run's, it is not known when it worked.
-            if before is not None or created >= self._looked:
+        for key, seconds in spent.items():
+            before = self._known.get(key)
+            # Of a process that was there before, and only now is the run's, it is not known when it worked. When one
+            # was made does not tell: Linux says when it was started itself in whole seconds.
+            if before is not None or key not in self._seen:
                 ran += max(0.0, seconds - (before or 0.0))
         found = {
             "cpu_percent": round(100 * min(1.0, max(0.0, busy - self._busy) / passed), 2),
@@ -47,7 +50,8 @@ class LoadProbe:
             "memory_gib": round((psutil.virtual_memory().total - psutil.virtual_memory().available) / GIB, 3),
             "run_memory_gib": round(sum(_resident(process) for process in tree) / GIB, 3),
         }
-        self._busy, self._whole, self._looked, self._known = busy, whole, now, spent
+        self._busy, self._whole, self._known = busy, whole, spent
+        self._seen = _keys(there.values())
         return found | ({} if self._cards is None else self._cards.take())
 
 
@@ -100,16 +104,36 @@ def _processors() -> tuple[float, float]:
     return whole - times["idle"] - times.get("iowait", 0.0), whole
 
 
-def _tree(roots: Iterable[int]) -> list[Any]:
+def _processes() -> dict[int, Any]:
+    """All processes of this machine, by their numbers."""
+    import psutil
+
+    return {process.pid: process for process in psutil.process_iter()}
+
+
+def _key(process: Any) -> tuple[int, float]:
+    """The same for a process as long as it is there, and for no other one."""
+    return process.pid, process.create_time()
+
+
+def _keys(processes: Iterable[Any]) -> set[tuple[int, float]]:
+    import psutil
+
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found.add(_key(process))
+    return found
+
+
+def _tree(there: dict[int, Any], roots: Iterable[int]) -> list[Any]:
     """Some processes and all that come from them, as far as they are there."""
     import psutil
 
     below: dict[int, list[Any]] = {}
-    there: dict[int, Any] = {}
-    for process in psutil.process_iter():
+    for process in there.values():
         try:
             below.setdefault(process.ppid(), []).append(process)
-            there[process.pid] = process
         except psutil.Error:
             continue
     found: dict[int, Any] = {}
@@ -130,7 +154,7 @@ def _spent(processes: Iterable[Any]) -> dict[tuple[int, float], float]:
     for process in processes:
         try:
             times = process.cpu_times()
-            found[process.pid, process.create_time()] = times.user + times.system
+            found[_key(process)] = times.user + times.system
         except psutil.Error:
             continue
     return found
