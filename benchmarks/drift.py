@@ -27,7 +27,8 @@ import numpy as np
 import random_models
 
 NAME = "drift_gpu"
-ENGINES = ("local", "vllm")
+ENGINES = ("local", "vllm", "consistent")
+"""Of `rollout.engine.kind`; `consistent` is `local` in its consistent mode, whose distance must be 0."""
 STILL = 1e-30
 """A learning rate that moves no float32 number of a size that weights have."""
 DISTANCES = ("mismatch/mean", "mismatch/abs_max", "publish/probe_gap")
@@ -156,7 +157,9 @@ def recipe(engine: str, job: Job, files: dict[str, str], folder: str, *, eager: 
     import strop_side
 
     settings: dict[str, Any] = {"kind": engine}
-    if eager:
+    if engine == "consistent":
+        settings = {"kind": "local", "consistent": True}
+    if eager and engine != "consistent":
         settings["eager"] = True
     if engine == "vllm" and job.device != "cpu":
         settings["memory"] = job.memory

@@ -25,7 +25,9 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. key: width of the keys of all heads. tied: no output head of its own. bias: in q, k and v."""
+    """Sizes of a decoder. key: width of the keys of all heads. tied: no output head of its own. bias: in q, k and v.
+    query: width of the queries of all heads, where it is not that of the model. head: width of a head's key, where
+    queries and keys have a norm of their own."""
 
     hidden: int
     inner: int
@@ -34,11 +36,13 @@ class Shape:
     vocabulary: int
     tied: bool = True
     bias: bool = False
+    query: int | None = None
+    head: int | None = None
 
 
 TINY = Shape(32, 64, 16, 2, 100)
 SMOLLM2 = Shape(576, 1536, 192, 30, 49152)
-QWEN3_06B = Shape(1024, 3072, 1024, 28, 151936)
+QWEN3_06B = Shape(1024, 3072, 1024, 28, 151936, query=2048, head=128)
 LARGE = Shape(3584, 18944, 512, 28, 152064, tied=False, bias=True)
 
 
@@ -103,14 +107,17 @@ def all_cases(options: argparse.Namespace) -> dict[str, Case]:
 def weights(shape: Shape) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors, in a model's order."""
     hidden, inner, key = shape.hidden, shape.inner, shape.key
+    query = shape.query or hidden
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
     for layer in range(shape.layers):
         at = f"model.layers.{layer}."
-        for name, rows in (("q", hidden), ("k", key), ("v", key)):
+        for name, rows in (("q", query), ("k", key), ("v", key)):
             found[f"{at}self_attn.{name}_proj.weight"] = (rows, hidden)
             if shape.bias:
                 found[f"{at}self_attn.{name}_proj.bias"] = (rows,)
-        found[f"{at}self_attn.o_proj.weight"] = (hidden, hidden)
+        found[f"{at}self_attn.o_proj.weight"] = (hidden, query)
+        if shape.head:
+            found |= {f"{at}self_attn.{name}_norm.weight": (shape.head,) for name in "qk"}
         found |= {f"{at}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
         found[f"{at}mlp.down_proj.weight"] = (hidden, inner)
         found |= {f"{at}{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from strop.publishing import checksums
 from strop.publishing.checksums import ROW, checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.int64]
@@ -116,6 +117,21 @@ def test_random_tensors_have_random_bits() -> None:
     assert len(set(found)) == 2000
     for bit in range(64):
         assert 850 < sum(value >> bit & 1 for value in found) < 1150
+
+
+def test_many_at_once_and_each_alone_are_the_same() -> None:
+    tensors = [drawn(count, torch.float32, count) for count in (0, 1, ROW, ROW + 1, 0, 3 * ROW + 7)]
+    assert checksums.checksums(tensors) == [checksum(tensor) for tensor in tensors] == [reference(t) for t in tensors]
+    assert checksums.checksums([]) == []
+
+
+def test_rows_that_are_multiplied_together_have_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where tensors are not on a CPU; of four rows at once, so that there are several such."""
+    tensor = drawn(9 * ROW + 5, torch.float32)
+    alone = checksum(tensor)
+    monkeypatch.setattr(checksums, "_ROWS_ELSEWHERE", 4)
+    monkeypatch.setattr(checksums, "_sums_here", checksums._sums_of_many)
+    assert checksum(tensor) == alone
 
 
 @pytest.mark.gpu

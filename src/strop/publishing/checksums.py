@@ -14,7 +14,7 @@ against faults, not against somebody who wants to be unnoticed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 ROW = 1 << 16
-# Rows that are multiplied at once; a row's products take half a megabyte, which a core's own cache holds.
-_ROWS = {"cpu": 1}
+# Rows that are multiplied at once where the tensors are not on a CPU.
 _ROWS_ELSEWHERE = 256
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A checksum on its way: the sums of its rows, int64 [rows], are still on the tensor's device."""
+    """A checksum on its way: the sums of its rows, int64 [some rows] each, are still on the tensor's device."""
 
-    rows: Tensor
+    rows: tuple[Tensor, ...]
     form: str
+    device: torch.device
 
 
 def checksum(tensor: Tensor) -> int:
@@ -53,14 +53,15 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
 
 def finished(parts: Sequence[Summed]) -> list[int]:
     """The checksums, with one transfer from each device."""
-    found: list[np.ndarray] = [np.zeros(0)] * len(parts)
-    for device in {part.rows.device for part in parts}:
-        chosen = [at for at, part in enumerate(parts) if part.rows.device == device]
-        together = torch.cat([parts[at].rows for at in chosen]).cpu().numpy().view(np.uint64)
-        edges = np.cumsum([len(parts[at].rows) for at in chosen])[:-1]
-        for at, sums in zip(chosen, np.split(together, edges), strict=True):
-            found[at] = sums
-    return [_total(sums, part.form) for sums, part in zip(found, parts, strict=True)]
+    found = [0] * len(parts)
+    for device in {part.device for part in parts}:
+        chosen = [at for at, part in enumerate(parts) if part.device == device]
+        sums = [rows for at in chosen for rows in parts[at].rows]
+        together = torch.cat(sums).cpu().numpy().view(np.uint64) if sums else np.zeros(0, np.uint64)
+        counts = [sum(len(rows) for rows in parts[at].rows) for at in chosen]
+        for at, total in zip(chosen, _totals(together, counts), strict=True):
+            found[at] = int(total) ^ _of_form(parts[at].form)
+    return found
 
 
 def summed(tensor: Tensor) -> Summed:
@@ -70,33 +71,50 @@ def summed(tensor: Tensor) -> Summed:
         padded = torch.zeros((data.numel() + 3) // 4 * 4, dtype=torch.uint8, device=data.device)
         padded[: data.numel()].copy_(data)
         data = padded
-    return Summed(_row_sums(data.view(torch.int32)), f"{tensor.dtype}{list(tensor.shape)}")
+    return Summed(tuple(_row_sums(data.view(torch.int32))), f"{tensor.dtype}{list(tensor.shape)}", tensor.device)
 
 
-def _total(sums: np.ndarray, form: str) -> int:
+def _totals(sums: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """uint64 [parts]; sums: uint64, those of the rows of each part, one part after the other; counts: rows of each."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    starts = ends - counts
     with np.errstate(over="ignore"):
-        numbered = sums + np.arange(1, len(sums) + 1, dtype=np.uint64) * _STEP
-        total = int(_mixed(numbered).sum(dtype=np.uint64))
-    return total ^ int.from_bytes(hashlib.blake2b(form.encode(), digest_size=8).digest(), "little")
+        number = (np.arange(len(sums)) - np.repeat(starts, counts) + 1).astype(np.uint64)
+        so_far = np.concatenate([np.zeros(1, np.uint64), np.cumsum(_mixed(sums + number * _STEP), dtype=np.uint64)])
+        total: np.ndarray = so_far[ends] - so_far[starts]
+    return total
 
 
-def _row_sums(words: Tensor) -> Tensor:
-    """int64 [rows]; words: int32 [n], the last row may be short."""
+def _of_form(form: str) -> int:
+    return int.from_bytes(hashlib.blake2b(form.encode(), digest_size=8).digest(), "little")
+
+
+def _row_sums(words: Tensor) -> Iterator[Tensor]:
+    """int64 [some rows] each; words: int32 [n], the last row may be short."""
     multipliers = _multipliers(words.device)
     whole = len(words) // ROW
-    sums = torch.empty(-(-len(words) // ROW), dtype=torch.int64, device=words.device)
     if whole:
         rows = words[: whole * ROW].view(whole, ROW)
-        step = min(whole, _ROWS.get(words.device.type, _ROWS_ELSEWHERE))
-        products = torch.empty(step, ROW, dtype=torch.int64, device=words.device)
-        for start in range(0, whole, step):
-            count = min(step, whole - start)
-            torch.mul(rows[start : start + count], multipliers, out=products[:count])
-            sums[start : start + count] = products[:count].sum(1)
-    if whole < len(sums):
+        yield from _sums_here(rows, multipliers) if words.device.type == "cpu" else _sums_of_many(rows, multipliers)
+    if whole * ROW < len(words):
         rest = words[whole * ROW :]
-        sums[whole] = (rest * multipliers[: len(rest)]).sum()
-    return sums
+        yield (rest * multipliers[: len(rest)]).sum(0, keepdim=True)
+
+
+def _sums_here(rows: Tensor, multipliers: Tensor) -> Iterator[Tensor]:
+    """On a CPU, one row after the other: its products take half a megabyte, which a core's own cache holds."""
+    sums = torch.empty(len(rows), dtype=torch.int64)
+    products = torch.empty(ROW, dtype=torch.int64)
+    for at, row in enumerate(rows):
+        torch.mul(row, multipliers, out=products)
+        sums[at] = products.sum()
+    yield sums
+
+
+def _sums_of_many(rows: Tensor, multipliers: Tensor) -> Iterator[Tensor]:
+    """Elsewhere as few calls as may be: what they cost is far more than the reading."""
+    for some in rows.split(_ROWS_ELSEWHERE):
+        yield (some * multipliers).sum(1)
 
 
 @lru_cache(maxsize=16)
