@@ -45,7 +45,7 @@ CASES = {
     "RL, all weights, attention kept": Case(recompute="keep_attention"),
     "RL, all weights, nothing recomputed": Case(),
     "RL, LoRA": Case(rank=16, recompute=True),
-    "RL, LoRA, attention kept": Case(rank=16, recompute="keep_attention"),
+    "RL, LoRA, attention kept": Case(rank=16, recompute="keep_attention", chunk=2048),
     "SFT, 8192": Case(objective="sft", length=8192, streams=16, budget=8192),
     "SFT, 8192, recomputed": Case(objective="sft", length=8192, streams=16, recompute="keep_attention"),
     "4B, LoRA": Case(shape="qwen3-4b", rank=16, recompute="keep_attention", streams=4),
