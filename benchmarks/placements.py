@@ -108,18 +108,16 @@ def one_place(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe(asked: Mapping[str, Any], folder: str) -> Any:
-    """The job as a recipe; what it does not say is strop's default, but that nothing is compiled."""
+    """The job as a recipe; what it does not say is strop's default."""
     import strop_side
 
-    data = strop_side.recipe({**asked, "engine": {"kind": "local", "eager": True}}, folder).model_dump(
-        mode="json", exclude_unset=True
-    )
-    data["cluster"] = asked["cluster"]
-    data["training"]["compile"] = False
-    data["rollout"]["max_staleness"] = asked.get("staleness", 0)
-    # Those ahead of which nothing is left to be sampled are not measured.
-    data["run"]["steps"] += asked.get("staleness", 0)
-    return type(strop_side.recipe(asked, folder)).model_validate(data)
+    changes = {
+        "cluster": asked["cluster"],
+        "rollout.max_staleness": asked.get("staleness", 0),
+        # Those ahead of which nothing is left to be sampled are not measured.
+        "run.steps": asked["steps"] + 3 + asked.get("staleness", 0),
+    }
+    return strop_side.recipe(asked, folder, changes)
 
 
 async def steps_of(config: Any, count: int) -> list[dict[str, float]]:

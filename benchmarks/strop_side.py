@@ -25,31 +25,36 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "peak": measure.peak_bytes(), "versions": {"strop": strop.__version__}}
 
 
-def recipe(job: dict[str, Any], folder: str) -> Any:
-    """The job as a recipe; what it does not say is strop's default."""
+def recipe(job: Mapping[str, Any], folder: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """The job as a recipe, with changes by dotted key; what it does not say is strop's default."""
     from strop.config import Config
 
-    return Config.model_validate(
-        {
-            "model": {"path": job["model"], "dtype": job.get("dtype", "float32")},
-            "data": {"train": {"path": job["data"]}, "render": "text", "shuffle": False},
-            "rewards": {"verifiers": [{"kind": "python", "function": "texts:coin"}]},
-            "algorithm": {"name": "grpo"},
-            "rollout": {
-                "groups_per_step": job["prompts"],
-                "group_size": job["group_size"],
-                "max_new_tokens": job["new_tokens"],
-                "engine": job.get("engine", {}),
-            },
-            "training": {"optimizer": {"learning_rate": job["learning_rate"]}},
-            # The one of the beginning is written at once, or it would be written beside the steps.
-            "checkpoint": {"every": 1_000_000, "in_background": False},
-            "tracking": {"display": "off", "tensorboard": False},
-            # One more than is done: the closing checkpoint belongs to no step.
-            "run": {"steps": job["steps"] + 2, "folder": folder},
-            "hardware": {"device": job.get("device", "cpu"), "threads": job["threads"]},
-        }
-    )
+    data: dict[str, Any] = {
+        "model": {"path": job["model"], "dtype": job.get("dtype", "float32")},
+        "data": {"train": {"path": job["data"]}, "render": "text", "shuffle": False},
+        "rewards": {"verifiers": [{"kind": "python", "function": "texts:coin"}]},
+        "algorithm": {"name": "grpo"},
+        "rollout": {
+            "groups_per_step": job["prompts"],
+            "group_size": job["group_size"],
+            "max_new_tokens": job["new_tokens"],
+            "engine": job.get("engine", {}),
+        },
+        "training": {"optimizer": {"learning_rate": job["learning_rate"]}},
+        # The one of the beginning is written at once, or it would be written beside the steps.
+        "checkpoint": {"every": 1_000_000, "in_background": False},
+        "tracking": {"display": "off", "tensorboard": False},
+        # One more than is done: the closing checkpoint belongs to no step.
+        "run": {"steps": job["steps"] + 2, "folder": folder},
+        "hardware": {"device": job.get("device", "cpu"), "threads": job["threads"]},
+    }
+    for key, value in (changes or {}).items():
+        *path, name = key.split(".")
+        section = data
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return Config.model_validate(data)
 
 
 async def timed_steps(
