@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -168,7 +169,7 @@ def write(name: str, numbers: Mapping[str, Any], options: argparse.Namespace, *,
         print(f"WARNING: {options.threads} threads shared {cores()} core: not a measurement", file=sys.stderr)
     result = {
         "benchmark": name,
-        "command": " ".join(["python", f"benchmarks/{script or name}.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{script or name}.py", *_without_out(sys.argv[1:])]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "processor": processor(),
         "cores": cores(),
@@ -187,6 +188,15 @@ def write(name: str, numbers: Mapping[str, Any], options: argparse.Namespace, *,
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text + "\n")
         print(f"written to {target}", file=sys.stderr)
+
+
+def _without_out(arguments: Sequence[str]) -> list[str]:
+    """Where a file of results was put changes nothing in it."""
+    kept: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if "--out" not in (before, argument) and not argument.startswith("--out="):
+            kept.append(argument)
+    return kept
 
 
 def _versions() -> dict[str, str]:

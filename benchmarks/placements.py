@@ -58,13 +58,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         files = make_files(Path(folder), job)
         for name in options.only:
             asked = {**job, **files, **PLACES[name]}
-            try:
-                found = measure.fresh_process(
+            asked["progress"] = str(Path(folder) / "progress.json")
+
+            def measured(asked: dict[str, Any] = asked) -> dict[str, Any]:
+                return measure.fresh_process(
                     Path(__file__), ["--side", json.dumps(asked)], threads=options.threads, timeout=options.limit,
                     python_path=[Path(__file__).parent], variables={"HF_HUB_OFFLINE": "1", "RAY_worker_niceness": "0"},
                 )  # fmt: skip
-            except RuntimeError as error:
-                found = {"failed": str(error)[-4000:]}
+
+            found = card.attempted(measured, Path(asked["progress"]))
             numbers["places"][name] = {**found, **summary(found, numbers["places"].get("one process"))}
             # Each place at once: whoever ends this early keeps what there is.
             measure.write(NAME, numbers, options, script="placements")
@@ -104,7 +106,8 @@ def one_place(asked: dict[str, Any]) -> dict[str, Any]:
     """The metrics of each step of a run."""
     measure.use_threads(asked["threads"])
     with tempfile.TemporaryDirectory() as folder:
-        return {"steps": asyncio.run(steps_of(recipe(asked, folder), asked["steps"] + 2)), **card.about()}
+        config, progress = recipe(asked, folder), Path(asked["progress"])
+        return {"steps": asyncio.run(steps_of(config, asked["steps"] + 2, progress)), **card.about()}
 
 
 def recipe(asked: Mapping[str, Any], folder: str) -> Any:
@@ -120,7 +123,7 @@ def recipe(asked: Mapping[str, Any], folder: str) -> Any:
     return strop_side.recipe(asked, folder, changes)
 
 
-async def steps_of(config: Any, count: int) -> list[dict[str, float]]:
+async def steps_of(config: Any, count: int, progress: Path) -> list[dict[str, float]]:
     """What is looked at of each step, and its seconds."""
     import strop
 
@@ -140,21 +143,23 @@ async def steps_of(config: Any, count: int) -> list[dict[str, float]]:
             seconds = time.perf_counter() - started
             kept = (*SAME, *TIMES, "tokens/sampled", "publish/probe_gap", "publish/bytes", "staleness/max")
             found.append({**{key: metrics[key] for key in kept if key in metrics}, "seconds": seconds})
+            # What is known so far, should a later step take too long.
+            progress.write_text(json.dumps({"steps": found}))
     return found
 
 
 def summary(found: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str, Any]:
     """Medians of the measured steps; and the largest difference of each metric to the run in one process."""
-    if "steps" not in found:
+    measured = found.get("steps", [])[2:]
+    if not measured:
         return {}
-    measured = found["steps"][2:]
     keys = [key for key in ("seconds", *TIMES) if key in measured[0]]
     result: dict[str, Any] = {"median": {key: measure.median([step[key] for step in measured]) for key in keys}}
     seconds = sum(step["seconds"] for step in measured)
     result["tokens_per_second"] = sum(step["tokens/sampled"] for step in measured) / seconds
-    if one and "steps" in one:
+    if one and "tokens_per_second" in one:
         result["speed_up"] = result["tokens_per_second"] / one["tokens_per_second"]
-        pairs = list(zip(found["steps"], one["steps"], strict=True))
+        pairs = list(zip(found["steps"], one["steps"], strict=False))
         result["apart"] = {
             key: max(abs(mine[key] - other[key]) for mine, other in pairs)
             for key in SAME

@@ -38,6 +38,8 @@ ENGINES = {
     "generate-static": "transformers, `generate`, static cache",
 }
 
+DRIFT = {"local": "`local`", "vllm": "`vllm`", "consistent": "`local`, consistent mode"}
+
 
 def with_section(page: str, results: Path = RESULTS) -> str:
     """A page whose section is that of the results.
@@ -165,6 +167,53 @@ def publishing(result: Result) -> Iterator[str]:
     yield _where(result, f"{len(cards)} × {cards[0]}")
 
 
+def drift(result: Result) -> Iterator[str]:
+    """Distances over steps that change no weight."""
+    numbers = result["numbers"]
+    job = numbers["job"]
+    yield f"Distance of sampler and trainer while no weight changes, `{_command(result)}`:"
+    yield (
+        f"{job['shape']} with random weights, {job['dtype']}, whole steps of a run with "
+        f"{job['prompts']} × {job['group_size']} completions of {job['new_tokens']} tokens at a learning rate at which "
+        "no weight moves; nats. The slope is by least squares, with its standard error."
+    )
+    rows = []
+    for name, side in numbers["sides"].items():
+        found = side.get("distances", {}).get("mismatch/mean", {})
+        cells = [_number(found.get(key)) for key in ("mean", "largest", "slope", "slope_error")]
+        rows.append([DRIFT[name], f"{len(side.get('steps', []))}", *cells])
+    yield _table(["", "steps", "mean of a step", "largest of them", "slope, a step", "its error"], rows)
+    yield from _failures(numbers["sides"], DRIFT)
+    sides = [side for side in numbers["sides"].values() if "card" in side]
+    yield _where(result, sides[0]["card"], *(side.get("versions", {}) for side in sides))
+
+
+def consistent(result: Result) -> Iterator[str]:
+    """What the consistent mode costs."""
+    numbers = result["numbers"]
+    sizes = numbers["sizes"]
+    yield f"The consistent mode, `{_command(result)}`:"
+    yield (
+        f"{sizes['shape']} with random weights, {sizes['dtype']}, {sizes['sequences']} sequences of {sizes['prompt']} "
+        f"+ {sizes['new_tokens']} tokens; no blocks are compiled in either mode."
+    )
+    rows = [
+        [
+            what,
+            *(form.format(numbers[mode][key]) for mode in ("ordinary", "consistent")),
+            f"{numbers[times]:.2f}" if times else "",
+        ]
+        for what, key, form, times in (
+            ("sampling, tokens/s", "sampling_tokens_per_second", "{:,.0f}", "times_as_long_sampling"),
+            ("update, tokens/s", "training_tokens_per_second", "{:,.0f}", "times_as_long_training"),
+            ("distance, mean", "mismatch_mean", "{:.2g}", None),
+            ("distance, largest", "mismatch_max", "{:.2g}", None),
+        )
+    ]
+    yield _table(["", "ordinary", "consistent", "times as long"], rows)
+    yield _where(result, numbers["card"])
+
+
 def recipes(result: Result) -> Iterator[str]:
     """What whole recipes came to."""
     yield "Whole recipes, to their end:"
@@ -186,6 +235,8 @@ TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
     "trainer_gpu": trainer,
     "against_trl_gpu": steps_against_trl,
     "engines_gpu": engines,
+    "drift_gpu": drift,
+    "consistent_gpu": consistent,
     "publishing_h200": publishing,
     "recipes_h200": recipes,
 }

@@ -616,8 +616,10 @@ def test_the_prompts_have_the_lengths_asked_for(character_tokenizer: Any) -> Non
 
 
 def test_weights_that_stand_still_show_no_drift(tmp_path: Path) -> None:
-    side = smoke("drift", tmp_path / "r.json", "--only", "local", results="drift_gpu")["sides"]["local"]
-    assert side["weights_moved"] == 0
+    sides = smoke("drift", tmp_path / "r.json", "--only", "local", "consistent", results="drift_gpu")["sides"]
+    side = sides["local"]
+    assert sides["consistent"]["distances"]["mismatch/abs_max"]["largest"] == 0
+    assert side["weights_moved"] == sides["consistent"]["weights_moved"] == 0
     assert len(side["steps"]) == 5
     mean = side["distances"]["mismatch/mean"]
     assert 0 < mean["mean"] <= mean["largest"] < 1e-4
@@ -635,6 +637,19 @@ def test_a_drift_is_told_from_rounding() -> None:
     assert not drifts(rounding)
     assert drifts([value + 1e-4 * at for at, value in enumerate(rounding)])
     assert benchmark.summary([]) == {}
+
+
+def test_an_engine_of_its_own_changes_no_metric(tmp_path: Path) -> None:
+    asked = ("--only", "one process", "ray, two cards")
+    places = smoke("placements", tmp_path / "r.json", *asked, results="placements_gpu")["places"]
+    assert "speed_up" not in places["one process"]
+    apart = places["ray, two cards"]["apart"]
+    assert apart
+    assert max(apart.values()) < 1e-5
+    assert places["ray, two cards"]["median"]["publish/seconds"] > 0
+    kept = {"steps": places["one process"]["steps"][:3], "failed": "took too long"}
+    assert module("placements").summary(kept, None)["median"]["seconds"] == kept["steps"][2]["seconds"]
+    assert module("placements").summary({"failed": "at once"}, None) == {}
 
 
 def test_every_seed_learns_from_the_same_start(tmp_path: Path) -> None:
