@@ -277,19 +277,19 @@ def proof(options: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(options.threads)
         del tensor
         found[f"probe {device}"] = probe(device, options)
+    found["one process"] = in_one_process(options)
     return found
 
 
-def probe(device: str, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds in which each side scores the probe, after an update; the engine packs its weights anew on a CPU."""
-    import asyncio
-
+def probed(device: str, options: argparse.Namespace, *, rank: int = 0) -> tuple[Any, Any, Any]:
+    """Trainer and engine of one model with SmolLM2's shape, and the probe. rank: of adapters, 0 for all weights."""
     import torch
     import transformers
 
+    from strop.config.model import LoraConfig
     from strop.config.training import OptimizerSettings
+    from strop.models.load import add_lora
     from strop.publishing.proof import Probe
-    from strop.rollout.engine import WeightUpdate
     from strop.rollout.engines.local import LocalEngine
     from strop.training.single import SingleDeviceTrainer
 
@@ -302,9 +302,57 @@ def probe(device: str, options: argparse.Namespace) -> dict[str, float]:
     )  # fmt: skip
     torch.manual_seed(0)
     model: Any = transformers.LlamaForCausalLM(config).to(device).eval()
+    if rank:
+        model = add_lora(model, LoraConfig(rank=rank), 0, updates=1)
     trainer = SingleDeviceTrainer(model, OptimizerSettings(), total_updates=1)
-    engine = LocalEngine(model, None, eos_ids=(), seed=0, context=256)
-    lists = Probe.make(shape.vocabulary, floor=1e-4).token_lists
+    return trainer, LocalEngine(model, None, eos_ids=(), seed=0, context=256), Probe.make(shape.vocabulary, floor=1e-4)
+
+
+def in_one_process(options: argparse.Namespace) -> dict[str, Any]:
+    """What the probe adds to a publication within one process, adapters on SmolLM2's shape, on a CPU.
+
+    The engine packs each weight when it first uses it, in the probe or else in the first tokens of its samples: with
+    the probe and without it, in turn, from the new version to the second token of a sample. Their difference is taken
+    for each pair.
+    """
+    import asyncio
+
+    from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
+
+    trainer, engine, check = probed("cpu", options, rank=16)
+    versions = iter(range(1, 1000))
+
+    async def publication(*, proved: bool) -> float:
+        version = next(versions)
+        started = time.perf_counter()
+        await engine.update_weights(WeightUpdate(version))
+        if proved:
+            await check.prove(trainer, engine, version=version)
+        await engine.generate(SampleRequest((1, 2, 3, 4), SampleSettings(2), (version,)))
+        return time.perf_counter() - started
+
+    async def all_of_them() -> list[tuple[float, float]]:
+        pairs = [(await publication(proved=False), await publication(proved=True)) for _ in range(2 + options.repeats)]
+        await engine.close()
+        return pairs[2:]
+
+    pairs = asyncio.run(all_of_them())
+    return {
+        "without_seconds": measure.median([without for without, _ in pairs]),
+        "with_seconds": measure.median([proved for _, proved in pairs]),
+        "proof_seconds": measure.median([proved - without for without, proved in pairs]),
+        "proof_seconds_each": [proved - without for without, proved in pairs],
+    }
+
+
+def probe(device: str, options: argparse.Namespace) -> dict[str, float]:
+    """Seconds in which each side scores the probe, after an update; the engine packs its weights anew on a CPU."""
+    import asyncio
+
+    from strop.rollout.engine import WeightUpdate
+
+    trainer, engine, check = probed(device, options)
+    lists = check.token_lists
     seconds: dict[str, list[float]] = {"trainer": [], "engine": []}
     for repeat in range(1 + options.repeats):
         asyncio.run(engine.update_weights(WeightUpdate(repeat)))

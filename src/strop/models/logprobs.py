@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from strop.models import exact_sums
+from strop.models import exact_sums, few_rows
 from strop.models.consistent import linear_forward
 
 Entropy = Literal["none", "value", "graph"]
@@ -256,7 +256,7 @@ class Taken:
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, consistent: bool = False
 ) -> Tensor:
-    multiply = linear_forward if consistent else nn.functional.linear
+    multiply = linear_forward if consistent else few_rows.linear
     logits = multiply(hidden, weight, bias).float()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap

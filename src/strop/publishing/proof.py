@@ -47,11 +47,9 @@ class Probe:
     tolerance: float | None = field(default=None)
 
     @classmethod
-    def make(cls, vocabulary: int, *, floor: float, length: int = 8) -> Probe:
-        """One sequence that walks through the whole vocabulary, so that many rows of the embedding are touched."""
-        step = max(1, vocabulary // length)
-        while math.gcd(step, vocabulary) > 1:  # or a small vocabulary would be walked in a circle
-            step += 1
+    def make(cls, vocabulary: int, *, floor: float, length: int = 4) -> Probe:
+        """One sequence that walks from one end of the vocabulary to the other; each of its tokens uses all layers."""
+        step = max(1, (vocabulary - 2) // (length - 1))
         return cls([[(1 + at * step) % vocabulary for at in range(length)]], floor)
 
     async def prove(self, trainer: Scorer, engine: Engine, *, version: int, cause: str = "") -> float:

@@ -21,6 +21,7 @@ from strop.models.adaptive import adaptive_ranks
 from strop.models.attention import Plan, running
 from strop.models.blocks import ChangedBlocks
 from strop.models.consistent_mode import frozen_copy
+from strop.models.few_rows import few_rows
 from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
 from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
@@ -201,7 +202,7 @@ class SingleDeviceTrainer:
         streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
         packed = padded(pack(streams), self._ranks_of.multiple)
         inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
-        with torch.no_grad(), self._running(self.model, self._ranks_of.plan(inputs.attention)):
+        with torch.no_grad(), few_rows(self.model), self._running(self.model, self._ranks_of.plan(inputs.attention)):
             flat = self._whole(lambda: self._compute(self._whole, inputs, "none", temperature=1.0)).logprobs
             self._ranks_of.rest(self._whole)
         pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from strop.models.adapters import adapter_delta
 
+Product = Callable[..., Tensor]
 # Smaller matrices gain nothing: the call itself costs more.
 SMALLEST = 1 << 17
 
@@ -31,39 +32,53 @@ def available(model: nn.Module) -> bool:
     )
 
 
-def effective_weight(module: nn.Module) -> Tensor | None:
-    """The weight [out, in] that a linear layer multiplies with, its active adapters added; None for other modules."""
+def base_of(module: nn.Module) -> nn.Linear | None:
+    """The linear layer whose weight can be packed, its adapters added; None for other modules, and with dropout."""
     base: Any = getattr(module, "base_layer", module)
     if not isinstance(base, nn.Linear):
         return None
-    weight = base.weight.detach()
-    if base is not module:
-        lora: Any = module
-        if getattr(lora, "merged", False) or getattr(lora, "disable_adapters", False):
-            return weight
-        if any(not isinstance(drop, nn.Identity) for drop in lora.lora_dropout.values()) and module.training:
+    if base is not module and _adds(module):
+        drops = module.lora_dropout.values()  # type: ignore[operator, union-attr]
+        if module.training and any(not isinstance(drop, nn.Identity) for drop in drops):
             return None
+    return base
+
+
+def effective_weight(module: nn.Module, base: nn.Linear) -> Tensor:
+    """The weight [out, in] that a layer multiplies with: that of `base_of`, its active adapters added."""
+    weight = base.weight.detach()
+    if base is not module and _adds(module):
+        lora: Any = module
         for adapter in lora.active_adapters:
             if adapter in lora.lora_A:
                 weight = weight + adapter_delta(lora, adapter, base.weight).to(weight.dtype)
     return weight
 
 
+def _adds(lora: Any) -> bool:
+    """Whether adapters are added while a pass is computed."""
+    return not (getattr(lora, "merged", False) or getattr(lora, "disable_adapters", False))
+
+
 class PackedLinears:
-    """The packed weights of a model at one version."""
+    """The packed weights of a model at one version.
+
+    A layer's weight is packed when it is first used, and multiplied with while the processor's caches still hold it:
+    the first pass of a version, the proof of delivery, costs little more than the packing that sampling needs anyway.
+    Until then nobody may change the weights; `LocalEngine` has one for each version.
+    """
 
     def __init__(self, model: nn.Module, *, rows: int) -> None:
-        self._forwards: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+        self._forwards: list[tuple[nn.Module, Product]] = []
         inside: set[nn.Module] = set()
         for module in model.modules():
             if module in inside:
                 continue
-            weight = effective_weight(module)
-            if weight is None or weight.numel() < SMALLEST:
+            base = base_of(module)
+            if base is None or base.weight.numel() < SMALLEST:
                 continue
             inside.update(module.modules())
-            base: Any = getattr(module, "base_layer", module)
-            self._forwards.append((module, packed_product(weight, base.bias, rows)))
+            self._forwards.append((module, _packed_when_used(module, base, rows)))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -77,12 +92,24 @@ class PackedLinears:
                 del module.__dict__["forward"]
 
 
-def packed_product(weight: Tensor, bias: Tensor | None, rows: int) -> Callable[[Tensor], Tensor]:
+def _packed_when_used(module: nn.Module, base: nn.Linear, rows: int) -> Product:
+    product: Product | None = None
+
+    def forward(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        nonlocal product
+        if product is None:
+            product = packed_product(effective_weight(module, base), base.bias, rows)
+        return product(x)
+
+    return forward
+
+
+def packed_product(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
     """x -> x @ weight.T + bias, with the weight in oneDNN's order for products of about `rows` rows."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
     held = None if bias is None else bias.detach()
 
-    def product(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def product(x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, packed, held, "none", [], "")  # type: ignore[no-any-return]
 
     return product
