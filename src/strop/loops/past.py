@@ -125,9 +125,11 @@ class Past:
 
     def _ages(self, batch: TokenBatch, trained: Trained, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the sampled tokens of the step's own groups, and of those of past groups."""
-        past = self._past_tokens(trained, batch).numpy()
         versions: np.ndarray = batch.versions.numpy()
         sampled = versions >= 0
+        if not self._numbers:
+            return step - versions[sampled], versions[:0]
+        past = self._past_tokens(trained, batch).numpy()
         return step - versions[sampled & ~past], step - versions[sampled & past]
 
     def _past_tokens(self, trained: Trained, batch: TokenBatch) -> Tensor:

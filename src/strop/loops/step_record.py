@@ -38,7 +38,7 @@ def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str
         "errors/verifier_error": float(statuses[Status.VERIFIER_ERROR]),
         "errors/timeout": float(statuses[Status.TIMEOUT]),
         "errors/environment_error": float(statuses[Status.ENVIRONMENT_ERROR]),
-        "tokens/sampled": float(_sampled(episodes)),
+        "tokens/sampled": float(_sampled(episodes, lengths)),
     }
     for name in sorted({name for e in scored for name in e.components}):
         metrics[f"reward/{name}"] = _mean([e.components[name] for e in scored if name in e.components])
@@ -139,10 +139,14 @@ def _is_flat(group: Group) -> bool:
     return len({(e.role, e.reward) for e in scored}) <= len({e.role for e in scored})
 
 
-def _sampled(episodes: Sequence[Episode]) -> int:
-    """Tokens that were sampled for some episodes; turns that several of them share are counted once."""
+def _sampled(episodes: Sequence[Episode], lengths: np.ndarray) -> int:
+    """Tokens that were sampled for some episodes; turns that several of them share are counted once. lengths: tokens of
+    each episode."""
+    if not any(e.branch for e in episodes):
+        return int(lengths.sum())
     shared = {id(turn): len(turn.tokens) for e in episodes if e.branch for turn in e.turns if turn.sampled}
-    return sum(e.sampled_tokens() for e in episodes if not e.branch) + sum(shared.values())
+    alone = (length for e, length in zip(episodes, lengths.tolist(), strict=True) if not e.branch)
+    return sum(alone) + sum(shared.values())
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
