@@ -103,8 +103,9 @@ class Hosted:
 
         async def update(new: Any) -> int:
             self.engine._version = new.version
-            self.engine._packed = (new.version, self.engine._packed[1])
-            self.engine._head = (new.version, self.engine._head[1])
+            derived = self.engine._derived
+            derived.layers = (new.version, derived.layers[1])
+            derived.head = (new.version, derived.head[1])
             return new.version
 
         self.engine.update_weights = update

@@ -60,10 +60,11 @@ def keep_packed(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def update(new: WeightUpdate) -> int:
         engine._version = new.version
-        if engine._packed is not None:
-            engine._packed = (new.version, engine._packed[1])
-        if engine._head is not None:
-            engine._head = (new.version, engine._head[1])
+        derived = engine._derived
+        if derived.layers is not None:
+            derived.layers = (new.version, derived.layers[1])
+        if derived.head is not None:
+            derived.head = (new.version, derived.head[1])
         return new.version
 
     monkeypatch.setattr(engine, "update_weights", update)

@@ -429,8 +429,8 @@ async def test_packed_weights_sample_the_same(tiny_model: Make, family: str) -> 
     model, requests = tiny_model(family), groups()
     engine = engine_of(model, max_sequences=5, pack_weights=True)
     same(await sample(engine, requests), [one_at_a_time(model, r) for r in requests])
-    assert engine._packed is not None
-    assert len(engine._packed[1]._forwards) == 2 * 7 + 1
+    assert engine._derived.layers is not None
+    assert len(engine._derived.layers[1]._forwards) == 2 * 7 + 1
     # The model is its own again between steps.
     assert all("forward" not in module.__dict__ for module in model.modules())
 

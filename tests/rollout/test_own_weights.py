@@ -79,7 +79,7 @@ async def test_a_sibling_of_a_later_version_computes_the_prompt_anew(tiny_model:
         await asyncio.sleep(0)
     assert engine._running[0].first_hidden is not None
     # Announced past `update_weights`, which would have dropped what is lent.
-    engine._packed = engine._head = None
+    engine._derived.drop()
     engine._version = 1
     await engine.generate(SampleRequest(prompt, SampleSettings(1), (1,)))
     assert engine.take_stats().prompt_tokens == len(prompt)

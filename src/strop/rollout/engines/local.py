@@ -12,8 +12,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +20,19 @@ from torch import Tensor, nn
 
 from strop.errors import RunFailure
 from strop.models.attention import running
-from strop.models.consistent import chosen_logprobs, linear_forward
+from strop.models.consistent import chosen_logprobs
 from strop.models.consistent_mode import is_consistent
 from strop.models.forward import backbone, packed_inputs, token_logprobs
 from strop.models.layout import pack
-from strop.models.logprobs import output_head
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
 from strop.rollout.engines import packed_linear
+from strop.rollout.engines.derived import Derived
 from strop.rollout.engines.graphs import GraphDecoder, NotCaptured, capturable
 from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
 from strop.rollout.engines.stopping import stop_tail
 from strop.rollout.engines.under_way import Draws, UnderWay, context_of
 from strop.rollout.sampling import draw, stream_key, uniforms
 
-T = TypeVar("T")
 # While new weights are half copied.
 _NO_VERSION = -1
 
@@ -79,10 +77,8 @@ class LocalEngine:
         if self._consistent and (pack_weights or compiled):
             raise ValueError("packed weights and compiled blocks compute what the trainer does not")
         can_pack = packed_linear.available(model) and not self._consistent
-        self._may_pack = can_pack if pack_weights is None else pack_weights
-        # Derived from the weights, and the version they had then.
-        self._packed: tuple[int, packed_linear.PackedLinears] | None = None
-        self._head: tuple[int, Callable[[Tensor], Tensor]] | None = None
+        packs = can_pack if pack_weights is None else pack_weights
+        self._derived = Derived(model, packs=packs, rows=max_sequences, consistent=self._consistent)
         self._cache: KVCache | None = None
         self._graphs: Any = None
         self._capture = graphs and capturable(self._device)
@@ -136,7 +132,7 @@ class LocalEngine:
         self._without_dropout()
         with torch.no_grad():
             inputs = packed_inputs(pack(streams), [np.arange(len(s)) > 0 for s in streams], self._device)
-            with running(self._model, inputs.attention), self._weights():
+            with running(self._model, inputs.attention), self._derived.used(self._version):
                 hidden = backbone(self._model)(
                     input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
                 ).last_hidden_state[0]
@@ -147,7 +143,7 @@ class LocalEngine:
                     if self._consistent:
                         flat.append(token_logprobs(self._model, at, targets, temperature=temperature)[0])
                     else:
-                        logits = self._logits(at) / temperature
+                        logits = self._derived.logits(at, self._version) / temperature
                         flat.append(logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, -1))
         scores = torch.cat(flat).cpu().numpy() if flat else np.zeros(0, np.float32)
         pieces = np.split(scores, np.cumsum([len(s) - 1 for s in streams])[:-1])
@@ -165,7 +161,7 @@ class LocalEngine:
         Raises:
             RunFailure: there is no such parameter, or it has another shape; the engine serves no version then.
         """
-        self._packed = self._head = None
+        self._derived.drop()
         if update.tensors is not None:
             self._copy(update.tensors)
         self._version = update.version
@@ -201,7 +197,8 @@ class LocalEngine:
     async def sleep(self) -> None:
         """Give the cache and the packed weights back; running requests keep what they have and are prefilled again."""
         self._enter_again()
-        self._cache = self._packed = self._head = self._graphs = None
+        self._cache = self._graphs = None
+        self._derived.drop()
 
     def _enter_again(self) -> None:
         """Let running requests wait, with what they have, until they are prefilled anew."""
@@ -238,7 +235,7 @@ class LocalEngine:
                 self._without_dropout()
                 if self._version == _NO_VERSION:
                     raise RunFailure("the weights of the engine are parts of two versions")
-                with torch.no_grad(), self._weights():
+                with torch.no_grad(), self._derived.used(self._version):
                     self._step()
                 self._stats.seconds += time.perf_counter() - started
         except Exception as error:
@@ -364,7 +361,7 @@ class LocalEngine:
 
     def _drawn(self, hidden: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, their log-probabilities) [n] each."""
-        logits = self._logits(hidden)
+        logits = self._derived.logits(hidden, self._version)
         tokens, logprobs = draw(logits, temperatures, u)
         if self._consistent:
             # Of the same logits, added up as the trainer does.
@@ -423,30 +420,3 @@ class LocalEngine:
     def _without_dropout(self) -> None:
         if self._model.training:
             self._model.eval()
-
-    def _weights(self) -> Any:
-        if not self._may_pack:
-            return nullcontext()
-        if self._packed is None:
-            self._packed = (self._version, packed_linear.PackedLinears(self._model, rows=min(self._rows, 64)))
-        return self._of_this_version(self._packed).active()
-
-    def _of_this_version(self, derived: tuple[int, T]) -> T:
-        """What was derived from the weights; nothing of another version is ever used."""
-        version, value = derived
-        if version != self._version:
-            raise RunFailure(f"the engine serves version {self._version} with weights packed from version {version}")
-        return value
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[B, V] float32; in the consistent mode in the model's own number format."""
-        weight, bias, softcap = output_head(self._model)
-        if self._consistent:
-            return linear_forward(hidden, weight, bias)
-        if self._may_pack and weight.numel() >= packed_linear.SMALLEST:
-            if self._head is None:
-                self._head = (self._version, packed_linear.packed_product(weight.detach(), bias, min(self._rows, 64)))
-            logits = self._of_this_version(self._head)(hidden)
-        else:
-            logits = nn.functional.linear(hidden, weight, bias).float()
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -1,0 +1,63 @@
+"""What the engine `local` derives from the weights of a version: packed layers, and a packed output head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from strop.errors import RunFailure
+from strop.models.consistent import linear_forward
+from strop.models.logprobs import output_head
+from strop.rollout.engines import packed_linear
+
+T = TypeVar("T")
+
+
+class Derived:
+    """Made when it is first used, dropped when the weights change, and never used for another version.
+
+    Args:
+        packs: hold a second copy of the weights for small matrix products. rows: how many these usually have.
+        consistent: logits by the operators of the consistent mode, which are not packed.
+    """
+
+    def __init__(self, model: nn.Module, *, packs: bool, rows: int, consistent: bool) -> None:
+        self._model, self._packs, self._rows, self._consistent = model, packs, min(rows, 64), consistent
+        self.layers: tuple[int, packed_linear.PackedLinears] | None = None
+        self.head: tuple[int, Callable[[Tensor], Tensor]] | None = None
+
+    def drop(self) -> None:
+        """Nothing of it is used again."""
+        self.layers = self.head = None
+
+    def used(self, version: int) -> AbstractContextManager[Any]:
+        """While this is entered the model's layers are those of a version, packed where they are to be."""
+        if not self._packs:
+            return nullcontext()
+        if self.layers is None:
+            self.layers = (version, packed_linear.PackedLinears(self._model, rows=self._rows))
+        return _of(self.layers, version).active()
+
+    def logits(self, hidden: Tensor, version: int) -> Tensor:
+        """[B, V] float32; in the consistent mode in the model's own number format."""
+        weight, bias, softcap = output_head(self._model)
+        if self._consistent:
+            return linear_forward(hidden, weight, bias)
+        if self._packs and weight.numel() >= packed_linear.SMALLEST:
+            if self.head is None:
+                self.head = (version, packed_linear.packed_product(weight.detach(), bias, self._rows))
+            logits = _of(self.head, version)(hidden)
+        else:
+            logits = nn.functional.linear(hidden, weight, bias).float()
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _of(made: tuple[int, T], version: int) -> T:
+    then, value = made
+    if then != version:
+        raise RunFailure(f"the engine serves version {version} with weights packed from version {then}")
+    return value
