@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
@@ -21,6 +22,8 @@ from strop.algorithms.supervised import CrossEntropy
 from strop.config.model import LoraConfig
 from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
+from strop.models import few_rows
+from strop.models.blocks import ChangedBlocks
 from strop.models.forward import score_streams
 from strop.models.load import add_lora
 from strop.training.batching import micro_batches, token_batch
@@ -478,3 +481,25 @@ def test_named_weights_have_hugging_face_names_and_adapters_merged(tiny_model: M
     plain.load_state_dict(dict(trainer.named_weights()), strict=True)
     assert (trainer_of(plain).logprobs(batch) - trainer.logprobs(batch)).abs().max() < 1e-5
     assert not equal(weights(plain), weights(base))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_probe_is_scored_by_products_of_a_few_rows(
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    """Of the same values as any pass; and not where blocks are compiled, which would be compiled anew for them."""
+    monkeypatch.setattr(few_rows, "SMALLEST", 1)
+    fits, products = few_rows._fits, []
+    monkeypatch.setattr(few_rows, "_fits", lambda *given: products.append(given) or fits(*given))
+    model = with_lora(tiny_model()) if lora else tiny_model()
+    expected = score_streams(model.eval(), [np.array([3, 4, 5, 6])], temperature=1.0)[0]
+    [found] = trainer_of(model).score([[3, 4, 5, 6]])
+    # Seven layers in each of two blocks, and the head.
+    assert len(products) == 2 * 7 + 1
+    with torch.no_grad():
+        assert all(fits(*given) for given in products)
+    np.testing.assert_allclose(found[1:], expected[1:], atol=1e-5)
+
+    monkeypatch.setattr(ChangedBlocks, "used", nullcontext)
+    trainer_of(model, compiled=True).score([[3, 4, 5, 6]])
+    assert len(products) == 2 * 7 + 1
