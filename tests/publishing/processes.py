@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from forked_processes import forked
 from strop.publishing.manifest import Recording
 from strop.publishing.receiver import Receiver
 from strop.publishing.sides import EngineSide, TrainerSide
@@ -181,7 +181,7 @@ def free_port() -> int:
 
 @contextmanager
 def engine_process(transport: str, port: int, **options: Any) -> Iterator[tuple[RemoteEngine, Any]]:
-    context = mp.get_context("spawn")
+    context = forked()
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, (transport, port), options), daemon=True)
     process.start()

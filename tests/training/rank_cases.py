@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from forked_processes import forked
 from strop.algorithms.batch import TokenBatch
 from strop.algorithms.named import build_algorithm
 from strop.config.model import LoraConfig, NewModel
@@ -245,7 +245,7 @@ def run_ranks(world: int, work: Callable[..., Any], arguments: Sequence[Any], fo
     A result is an Exception where the work raised one on any rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    context = mp.get_context("spawn")
+    context = forked()
     processes = [context.Process(target=_rank, args=(r, world, work, list(arguments), folder)) for r in range(world)]
     for process in processes:
         process.start()
