@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,39 @@ LONGEST = 600.0
 COMPARED = ("loss", "grad_norm", "reward/mean", "tokens/sampled", "tokens/trained", "policy/entropy")
 
 
+@dataclass
+class Attached:
+    """A Ray cluster that runs attach to, which takes each some seconds less than to start its own.
+
+    variables: of the environment, with which it lets a driver in.
+    """
+
+    address: str
+    variables: dict[str, str]
+
+
+@contextmanager
+def cluster_to_attach_to(cpus: int) -> Iterator[Attached]:
+    # From Ray 2.60 on a cluster that is started by itself asks for a token, and an address alone brings none.
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    cluster = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("cluster_to_attach_to.py")), str(cpus)],
+        env={**os.environ, **worker_environment(os.environ), **variables},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert cluster.stdout is not None
+    yield Attached(cluster.stdout.readline().strip(), variables)
+    cluster.communicate(timeout=60)
+
+
 class Driver:
     """`strop train recipe.yaml` in a process of its own.
 
     Args:
         recipe: with the name `killed`. modules: of Python, by their names, which may read `STROP_TEST_SECONDS`.
+        attached: of a run on Ray that starts no cluster.
     """
 
     def __init__(
@@ -40,15 +71,19 @@ class Driver:
         modules: Mapping[str, str],
         *,
         seconds: float = 0.0,
+        attached: Attached | None = None,
     ) -> None:
         self.folder = folder
         self.run = folder / "runs" / "killed"
+        if attached is not None:
+            cluster = {**cluster, "address": attached.address}
         (folder / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "cluster": dict(cluster)}))
         for name, text in modules.items():
             (folder / f"{name}.py").write_text(text)
         found = {**os.environ, **worker_environment(os.environ)}
         found["PYTHONPATH"] = os.pathsep.join([found["PYTHONPATH"], str(folder)])
         found |= {"OMP_NUM_THREADS": "1", "STROP_TEST_SECONDS": str(seconds)}
+        found |= {} if attached is None else attached.variables
         with (folder / "output.txt").open("a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "strop", "train", "recipe.yaml"],

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from killed_runs import COMPARED, Driver, assert_same
+from killed_runs import COMPARED, Attached, Driver, assert_same, cluster_to_attach_to
 
 from strop.tracking.episodes import read_episodes
 
@@ -107,13 +107,21 @@ TOOLS = {
 WORKERS = {"kind": "ray", "environments": {"workers": 2}}
 
 
+@pytest.fixture(scope="module")
+def attached() -> Iterator[Attached]:
+    with cluster_to_attach_to(4) as found:
+        yield found
+
+
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+def drive(tmp_path: Path, attached: Attached) -> Iterator[Callable[..., Driver]]:
     drivers: list[Driver] = []
 
     def start(recipe: dict[str, Any], cluster: dict[str, Any], **options: Any) -> Driver:
         folder = tmp_path / str(len(drivers))
         folder.mkdir()
+        if cluster["kind"] == "ray":
+            options["attached"] = attached
         drivers.append(Driver(folder, recipe, cluster, {"sums_world": WORLDS}, **options))
         return drivers[-1]
 

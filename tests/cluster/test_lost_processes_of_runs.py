@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from killed_runs import Driver, assert_same
+from killed_runs import Attached, Driver, assert_same, cluster_to_attach_to
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +55,13 @@ def drive(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
 
 
 @pytest.fixture(scope="module")
+def attached() -> Iterator[Attached]:
+    """For runs whose driver stays; the others start clusters of their own."""
+    with cluster_to_attach_to(4) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run's folder where nobody was killed: in one process, for where it is computed changes nothing."""
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -63,8 +70,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return driver.run
 
 
-def test_a_killed_rank_sets_the_run_back_to_its_checkpoint(drive: Callable[..., Driver], undisturbed: Path) -> None:
-    driver = drive(TWO_RANKS, seconds=0.3)
+def test_a_killed_rank_sets_the_run_back_to_its_checkpoint(
+    drive: Callable[..., Driver], attached: Attached, undisturbed: Path
+) -> None:
+    driver = drive(TWO_RANKS, attached=attached, seconds=0.3)
     driver.until(lambda: driver.steps_done() >= 3)
     pid = driver.workers()["trainer-1"]
     os.kill(pid, signal.SIGKILL)
@@ -75,8 +84,10 @@ def test_a_killed_rank_sets_the_run_back_to_its_checkpoint(drive: Callable[..., 
     assert_same(driver.run, undisturbed, steps=STEPS)
 
 
-def test_a_killed_engine_is_replaced_and_the_run_goes_on(drive: Callable[..., Driver], undisturbed: Path) -> None:
-    driver = drive(TWO_ENGINES, seconds=0.3)
+def test_a_killed_engine_is_replaced_and_the_run_goes_on(
+    drive: Callable[..., Driver], attached: Attached, undisturbed: Path
+) -> None:
+    driver = drive(TWO_ENGINES, attached=attached, seconds=0.3)
     driver.until(lambda: driver.steps_done() >= 2)
     before = driver.workers()
     os.kill(before["engine-1"], signal.SIGKILL)
