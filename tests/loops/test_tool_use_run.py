@@ -78,6 +78,8 @@ def learning(**changes: Any) -> dict[str, Any]:
             "evaluation.temperature": 1.0,
             "training.optimizer.learning_rate": 1e-3,
             "run.steps": 20,
+            # The one before the first step too.
+            "checkpoint.keep": 3,
         }
     )
     for key, value in changes.items():
@@ -89,8 +91,9 @@ def test_accuracy_with_the_tool_rises_above_what_is_possible_without(workplace: 
     summary = train(load_config(None, data=learning()), fresh=True)
     assert summary.before["accuracy"] < 0.65
     assert summary.after["accuracy"] > 0.85
-    # There are ten answers, and nothing of a number says which is its own.
-    without = learning(**{"environment": None, "run.name": "without"})
+    # There are ten answers, and nothing of a number says which is its own. It starts after the same warm-up.
+    start = {"path": str(summary.folder / "checkpoints" / "step-000000" / "model")}
+    without = learning(**{"environment": None, "model": start, "warmup": None, "run.name": "without"})
     alone = train(load_config(None, data=without), fresh=True)
     assert alone.after["accuracy"] < 0.3
 
