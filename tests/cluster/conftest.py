@@ -16,7 +16,7 @@ from cluster_waiting import Start
 
 from strop.cluster.group import WorkerGroup
 from strop.cluster.placement import Ask, Placed, place
-from strop.cluster.session import open_session
+from strop.cluster.session import Session, open_session
 from strop.cluster.supervision import Supervisor
 from strop.config.cluster import SupervisionSettings
 
@@ -24,16 +24,26 @@ TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS.parent / "loops"))
 
 
-@pytest.fixture(scope="session")
-def ray_session() -> Iterator[Any]:
-    """A cluster that counts four CPUs."""
+_OPEN: list[Session] = []
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[Session]:
+    """A cluster that counts four CPUs, the same for all files."""
     with pytest.MonkeyPatch.context() as patch:
         # The workers import `toys` from here.
         patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
         patch.setenv("STROP_TEST_PASSED", "yes")
-        session = open_session(None, cpus=4, store_mb=100)
-        yield session
-        session.close()
+        if not _OPEN:
+            _OPEN.append(open_session(None, cpus=4, store_mb=100))
+        yield _OPEN[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """The cluster ends with the last test of this folder: it is busy with itself, and would be beside all others."""
+    if _OPEN and (nextitem is None or TESTS not in nextitem.path.parents):
+        _OPEN.pop().close()
 
 
 @pytest.fixture
