@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -71,3 +73,16 @@ def _runs_leave_the_garbage_collector_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base_run, "look_rarely", lambda: lambda: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _clusters_start_no_worker_before_it_is_asked_for() -> None:
+    """Workers have an environment of their own here, so those that Ray starts with itself, one for each processor,
+    would be imported and never used."""
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported until now stays: the garbage collector is not to look through it again and again."""
+    gc.collect()
+    gc.freeze()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,11 @@ def engine_of(model: Any, **options: Any) -> LocalEngine:
 
 
 @pytest.fixture
-def nobody_else() -> Iterator[None]:
+def nobody_else() -> None:
     """What was there before the test is left out of `tensors_alive`: looking through millions of objects that other
     tests of this process have made takes longer than all else."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def tensors_alive() -> int:
