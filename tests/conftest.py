@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,25 @@ def _clusters_start_no_worker_before_it_is_asked_for() -> None:
     """Workers have an environment of their own here, so those that Ray starts with itself, one for each processor,
     would be imported and never used."""
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+
+
+LONG = (
+    "test_benchmarks.py",
+    "training/test_blocks.py",
+    "training/test_ranks.py",
+    "training/test_sharded_checkpoint.py",
+)
+"""Files that take minutes and would be the last ones, when another worker has nothing left to do."""
+NEXT = "publishing"
+"""The folder before which they are run: from it on there are files enough for all workers."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        name = os.path.relpath(item.path, Path(__file__).parent)
+        return name >= NEXT and name not in LONG, name in LONG
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish() -> None:
