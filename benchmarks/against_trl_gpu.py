@@ -119,16 +119,8 @@ def make_job(options: argparse.Namespace) -> Job:
 
 def make_files(folder: Path, job: Job) -> dict[str, str]:
     """The model and its prompts, as the job of a side names them."""
-    random_models.write_model(folder / "model", job.shape, dtype=job.dtype, context=job.context)
-    vocabulary = random_models.words(random_models.SHAPES[job.shape].vocabulary - random_models.FIRST)
-    ids = random_models.prompts(job.shape, [job.prompt_tokens] * (job.prompts * (job.steps + 1)))
-    rows = [json.dumps({"prompt": random_models.text_of(prompt, vocabulary)}) for prompt in ids]
-    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
-    return {
-        "model": str(folder / "model"),
-        "data": str(folder / "prompts.jsonl"),
-        "progress": str(folder / "progress.json"),
-    }
+    lengths = [job.prompt_tokens] * (job.prompts * (job.steps + 1))
+    return random_models.write_job(folder, job.shape, dtype=job.dtype, context=job.context, lengths=lengths)
 
 
 def run(side: str, job: Job, files: Mapping[str, str], limit: int) -> dict[str, Any]:

@@ -76,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         files = make_files(Path(folder), job)
         for engine in options.only:
-            asked = {"engine": engine, "eager": options.eager, "job": asdict(job), **files}
-            numbers["sides"][engine] = {"eager": options.eager, **run(asked, options.limit)}
+            # In the consistent mode nothing is compiled anyway, and graphs stay.
+            eager = options.eager and engine != "consistent"
+            asked = {"engine": engine, "eager": eager, "job": asdict(job), **files}
+            numbers["sides"][engine] = {"eager": eager, **run(asked, options.limit)}
             # Each engine at once: whoever ends this early keeps what there is.
             measure.write(NAME, numbers, options, script="drift")
             shown = ("weights_moved", "distances")
@@ -110,13 +112,8 @@ def make_job(options: argparse.Namespace) -> Job:
 
 def make_files(folder: Path, job: Job) -> dict[str, str]:
     """The model and its prompts, other ones for each step."""
-    random_models.write_model(folder / "model", job.shape, dtype=job.dtype, context=job.context)
-    vocabulary = random_models.words(random_models.SHAPES[job.shape].vocabulary - random_models.FIRST)
-    ids = random_models.prompts(job.shape, [job.prompt_tokens] * (job.prompts * job.steps))
-    rows = [json.dumps({"prompt": random_models.text_of(prompt, vocabulary)}) for prompt in ids]
-    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
-    names = {"model": "model", "data": "prompts.jsonl", "progress": "progress.json"}
-    return {name: str(folder / file) for name, file in names.items()}
+    lengths = [job.prompt_tokens] * (job.prompts * job.steps)
+    return random_models.write_job(folder, job.shape, dtype=job.dtype, context=job.context, lengths=lengths)
 
 
 def run(asked: dict[str, Any], limit: int) -> dict[str, Any]:
@@ -159,7 +156,7 @@ def recipe(engine: str, job: Job, files: dict[str, str], folder: str, *, eager: 
     settings: dict[str, Any] = {"kind": engine}
     if engine == "consistent":
         settings = {"kind": "local", "consistent": True}
-    if eager and engine != "consistent":
+    if eager:
         settings["eager"] = True
     if engine == "vllm" and job.device != "cpu":
         settings["memory"] = job.memory

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ PLACES: dict[str, dict[str, Any]] = {
 SAME = ("loss", "grad_norm", "reward/mean", "policy/entropy", "completion/length_mean", "mismatch/mean")
 TIMES = ("time/sampling", "time/scoring", "time/training", "time/publishing", "publish/seconds")
 TIMES += ("publish/checksum_seconds", "publish/probe_seconds")
+
+KEPT = (*SAME, *TIMES, "tokens/sampled", "publish/probe_gap", "publish/bytes", "staleness/max")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -58,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         files = make_files(Path(folder), job)
         for name in options.only:
             asked = {**job, **files, **PLACES[name]}
-            asked["progress"] = str(Path(folder) / "progress.json")
 
             def measured(asked: dict[str, Any] = asked) -> dict[str, Any]:
                 return measure.fresh_process(
@@ -91,23 +91,25 @@ def make_job(options: argparse.Namespace) -> dict[str, Any]:
 def make_files(folder: Path, job: Mapping[str, Any]) -> dict[str, str]:
     """The model and its prompts, other ones for each step."""
     context = job["prompt_tokens"] + job["new_tokens"]
-    random_models.write_model(folder / "model", job["shape"], dtype=job["dtype"], context=context)
-    vocabulary = random_models.words(random_models.SHAPES[job["shape"]].vocabulary - random_models.FIRST)
-    count = job["prompts"] * (job["steps"] + 2)
-    rows = [
-        json.dumps({"prompt": random_models.text_of(ids, vocabulary)})
-        for ids in random_models.prompts(job["shape"], [job["prompt_tokens"]] * count)
-    ]
-    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
-    return {"model": str(folder / "model"), "data": str(folder / "prompts.jsonl")}
+    lengths = [job["prompt_tokens"]] * (job["prompts"] * (job["steps"] + 2))
+    return random_models.write_job(folder, job["shape"], dtype=job["dtype"], context=context, lengths=lengths)
 
 
 def one_place(asked: dict[str, Any]) -> dict[str, Any]:
     """The metrics of each step of a run."""
+    import strop_side
+
     measure.use_threads(asked["threads"])
+    found: list[dict[str, float]] = []
+
+    def kept(steps: Sequence[Mapping[str, float]], metrics: Mapping[str, float]) -> None:
+        found.append({**{key: metrics[key] for key in KEPT if key in metrics}, "seconds": steps[-1]["total"]})
+        # What is known so far, should a later step take too long.
+        Path(asked["progress"]).write_text(json.dumps({"steps": found}))
+
     with tempfile.TemporaryDirectory() as folder:
-        config, progress = recipe(asked, folder), Path(asked["progress"])
-        return {"steps": asyncio.run(steps_of(config, asked["steps"] + 2, progress)), **card.about()}
+        asyncio.run(strop_side.timed_steps(recipe(asked, folder), asked["steps"] + 1, kept=kept))
+    return {"steps": found, **card.about()}
 
 
 def recipe(asked: Mapping[str, Any], folder: str) -> Any:
@@ -121,31 +123,6 @@ def recipe(asked: Mapping[str, Any], folder: str) -> Any:
         "run.steps": asked["steps"] + 3 + asked.get("staleness", 0),
     }
     return strop_side.recipe(asked, folder, changes)
-
-
-async def steps_of(config: Any, count: int, progress: Path) -> list[dict[str, float]]:
-    """What is looked at of each step, and its seconds."""
-    import strop
-
-    found: list[dict[str, float]] = []
-    async with strop.open_run(config, fresh=True) as run:
-        await run.begin()
-        for _ in range(count):
-            started = time.perf_counter()
-            groups = await run.collect()
-            batch = await run.build_batch(groups)
-            stats = await run.update(batch)
-            run.step += 1
-            await run.publish()
-            await run.look(groups)
-            metrics = run.record(groups, batch, stats)
-            await run.evaluate_and_save_if_due()
-            seconds = time.perf_counter() - started
-            kept = (*SAME, *TIMES, "tokens/sampled", "publish/probe_gap", "publish/bytes", "staleness/max")
-            found.append({**{key: metrics[key] for key in kept if key in metrics}, "seconds": seconds})
-            # What is known so far, should a later step take too long.
-            progress.write_text(json.dumps({"steps": found}))
-    return found
 
 
 def summary(found: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, islice, product
@@ -77,6 +78,16 @@ def write_model(folder: Path, shape: str, *, dtype: str, context: int, seed: int
     model.generation_config = GenerationConfig(bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     tokenizer(SHAPES[shape].vocabulary, context).save_pretrained(folder)
+
+
+def write_job(folder: Path, shape: str, *, dtype: str, context: int, lengths: Sequence[int]) -> dict[str, str]:
+    """A model and prompts of so many tokens, as the job of a side names them, and where it notes how far it is."""
+    write_model(folder / "model", shape, dtype=dtype, context=context)
+    vocabulary = words(SHAPES[shape].vocabulary - FIRST)
+    rows = [json.dumps({"prompt": text_of(prompt, vocabulary)}) for prompt in prompts(shape, lengths)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    names = {"model": "model", "data": "prompts.jsonl", "progress": "progress.json"}
+    return {name: str(folder / file) for name, file in names.items()}
 
 
 def never_writes(model: Any, token: int) -> None:

@@ -181,11 +181,12 @@ def drift(result: Result) -> Iterator[str]:
     for name, side in numbers["sides"].items():
         found = side.get("distances", {}).get("mismatch/mean", {})
         cells = [_number(found.get(key)) for key in ("mean", "largest", "slope", "slope_error")]
-        rows.append([DRIFT[name], f"{len(side.get('steps', []))}", *cells])
+        label = DRIFT[name] + ", eager" * side.get("eager", False)
+        rows.append([label, f"{len(side.get('steps', []))}", *cells])
     yield _table(["", "steps", "mean of a step", "largest of them", "slope, a step", "its error"], rows)
     yield from _failures(numbers["sides"], DRIFT)
-    sides = [side for side in numbers["sides"].values() if "card" in side]
-    yield _where(result, sides[0]["card"], *(side.get("versions", {}) for side in sides))
+    card = next((side["card"] for side in numbers["sides"].values() if "card" in side), "an unknown card")
+    yield _where(result, card, *(side.get("versions", {}) for side in numbers["sides"].values()))
 
 
 def consistent(result: Result) -> Iterator[str]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from strop.models import few_rows
 
-pytestmark = pytest.mark.skipif(not few_rows._AVAILABLE, reason="this build of torch has no oneDNN")
+pytestmark = pytest.mark.skipif(not few_rows.available(), reason="this build of torch has no oneDNN")
 
 
 def layers() -> nn.Sequential:

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from strop.config.rewards import RewardSettings
-from strop.rewards import combination
 from strop.rewards.combination import combine
 from strop.rewards.composition import CompositeScorer
 from strop.rewards.protocol import Completed, Reward, Verdict
@@ -207,36 +205,3 @@ def test_every_permutation_of_three_means_the_same() -> None:
         totals.add(combine({name: Verdict(1.0) for name in order}, of).total)
         totals.add(combine({name: Verdict(float(name == "b")) for name in order}, of).total + 3)
     assert totals == {4.0}
-
-
-BOUND = st.none() | st.floats(-2, 2)
-BOUNDS = st.none() | st.tuples(BOUND, BOUND).map(list)
-NUMBER = st.none() | st.sampled_from([0.0, -0.0, 1.0, 1e200, math.inf]) | st.floats(-3, 3)
-
-
-@given(
-    st.sampled_from([1.0, 0.5, -2.0, 1e300]),
-    BOUNDS,
-    BOUNDS,
-    st.sampled_from([{}, {"column": "a"}, {"column": ["a", "b"]}]),
-    st.builds(
-        Verdict,
-        NUMBER,
-        st.sampled_from(["ok", "ok", "timeout"]),
-        st.sampled_from(["", "why"]),
-        st.sampled_from([{}, {"part": 2.0}]),
-    ),
-    st.sampled_from("abc"),
-)
-def test_the_short_way_for_one_verifier_says_what_the_long_one_says(
-    weight: float, clip: Any, clip_of_all: Any, when: Any, verdict: Verdict, column: str
-) -> None:
-    try:
-        of = settings({"weight": weight, "clip": clip, "when": when}, clip=clip_of_all)
-    except ValidationError:
-        return
-    short = combine({"a": verdict}, of, {"column": column})
-    with mock.patch.object(combination, "_of_one", return_value=None):
-        long = combine({"a": verdict}, of, {"column": column})
-    # By what is written: NaN equals nothing, and -0 equals 0.
-    assert repr(short) == repr(long)

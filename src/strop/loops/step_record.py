@@ -142,8 +142,6 @@ def _is_flat(group: Group) -> bool:
 def _sampled(episodes: Sequence[Episode], lengths: np.ndarray) -> int:
     """Tokens that were sampled for some episodes; turns that several of them share are counted once. lengths: tokens of
     each episode."""
-    if not any(e.branch for e in episodes):
-        return int(lengths.sum())
     shared = {id(turn): len(turn.tokens) for e in episodes if e.branch for turn in e.turns if turn.sampled}
     alone = (length for e, length in zip(episodes, lengths.tolist(), strict=True) if not e.branch)
     return sum(alone) + sum(shared.values())

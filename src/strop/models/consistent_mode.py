@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from strop.errors import ModelError
 from strop.models.consistent import linear, rms_norm, silu
+from strop.models.replaced import replaced
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type` of the models whose layers are known to be made of nothing but these operators."""
@@ -41,19 +42,8 @@ class _Exchanged:
             if forward is not None:
                 self._forwards.append((module, forward))
 
-    @contextmanager
-    def used(self) -> Iterator[None]:
-        before = [module.__dict__.get("forward") for module, _ in self._forwards]
-        for module, forward in self._forwards:
-            module.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for (module, _), forward in zip(self._forwards, before, strict=True):
-                if forward is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.__dict__["forward"] = forward
+    def used(self) -> AbstractContextManager[None]:
+        return replaced(self._forwards)
 
 
 _MODELS: WeakKeyDictionary[nn.Module, _Exchanged] = WeakKeyDictionary()

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-# Above these rows, and below these weights, the ordinary product is as fast.
+from strop.models.replaced import replaced
+
+# Above these rows, and below these weights, where the call itself costs more, the ordinary product is as fast.
 MOST = 16
 SMALLEST = 1 << 17
 
@@ -28,18 +30,15 @@ def few_rows(model: nn.Module) -> Iterator[None]:
     Whatever else is computed, and weights that are divided among ranks, stay as they are. So do modules whose forward
     somebody else has replaced.
     """
-    if not _AVAILABLE or torch.is_grad_enabled() or next(model.parameters()).device.type != "cpu":
+    if not available() or torch.is_grad_enabled() or next(model.parameters()).device.type != "cpu":
         yield
         return
     layers = [module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
     token = _wanted.set(True)
-    for layer in layers:
-        vars(layer)["forward"] = partial(_forward, layer)
     try:
-        yield
+        with replaced([(layer, partial(_forward, layer)) for layer in layers]):
+            yield
     finally:
-        for layer in layers:
-            del vars(layer)["forward"]
         _wanted.reset(token)
 
 
@@ -63,4 +62,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-_AVAILABLE = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+@cache
+def available() -> bool:
+    """Whether this build of torch has oneDNN's products."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

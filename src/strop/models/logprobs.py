@@ -257,10 +257,12 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, consistent: bool = False
 ) -> Tensor:
     multiply = linear_forward if consistent else few_rows.linear
-    logits = multiply(hidden, weight, bias).float()
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    return logits
+    return capped(multiply(hidden, weight, bias).float(), softcap)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """The logits within their bound, where a model has one (Gemma 2)."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def linear_logprobs(

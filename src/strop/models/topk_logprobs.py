@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strop.models.logprobs import Entropy, HeadGradients
+from strop.models.logprobs import Entropy, HeadGradients, capped
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float 
     """[n, V] float32, float64 for float64 input."""
     logits = nn.functional.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    return capped(logits, softcap)
 
 
 def _spans(count: int, chunk: int) -> Iterator[slice]:

@@ -40,50 +40,40 @@ def combine(verdicts: Mapping[str, Verdict], settings: RewardSettings, row: Mapp
         settings: weights, gates, clips and `correct_at`.
         row: the data row, for `when`; a verifier that is not for it is left out.
     """
-    if len(verdicts) == len(settings.verifiers) == 1 and (plain := _of_one(verdicts, settings)) is not None:
-        return plain
     verifiers = dict(zip(verdicts, settings.verifiers, strict=True))
     concerned = [name for name, verifier in verifiers.items() if is_for(verifier, row or {})]
     shut = shut_out(verdicts, settings, concerned)
-    counted = {name: verdicts[name] for name in concerned if name not in shut}
+    counted = [name for name in concerned if name not in shut]
     components: dict[str, float] = {}
-    for name, verdict in counted.items():
-        if verdict.status == "ok" and verdict.score is not None:
-            components[name] = verdict.score
-            components |= {f"{name}/{part}": value for part, value in verdict.components.items()}
-
-    def failure(detail: str, name: str, status: Any = "verifier_error") -> Reward:
-        return Reward(math.nan, components, None, status, detail, failed=name)
-
-    for name, verdict in counted.items():
+    details: list[str] = []
+    total, failed = 0.0, ""
+    for name in counted:
+        verdict, verifier = verdicts[name], verifiers[name]
         if verdict.status != "ok":
-            return failure(f"{name}: {verdict.detail}", name, verdict.status)
-    scores = {name: components[name] for name in counted if name in components}
-    first = next(iter(concerned), next(iter(verdicts)))
-    if not scores:
-        return failure(f"{', '.join(verdicts)}: no verifier applies to this completion", "")
-    total = sum(verifiers[name].weight * held(score, verifiers[name].clip) for name, score in scores.items())
-    total = held(total, settings.clip)
+            failed = failed or name
+            continue
+        if verdict.detail:
+            details.append(f"{name}: {verdict.detail}")
+        if verdict.score is not None:
+            components[name] = verdict.score
+            total += verifier.weight * held(verdict.score, verifier.clip)
+            for part, value in verdict.components.items():
+                components[f"{name}/{part}"] = value
+    if failed:
+        verdict = verdicts[failed]
+        return _failure(components, f"{failed}: {verdict.detail}", failed, verdict.status)
+    if not components:
+        return _failure(components, f"{', '.join(verdicts)}: no verifier applies to this completion", "")
+    total, first = held(total, settings.clip), concerned[0]
     if not math.isfinite(total):
-        return failure(f"the weighted sum of {scores} is {total}", first)
-    detail = "; ".join(f"{name}: {verdict.detail}" for name, verdict in counted.items() if verdict.detail)
-    correct = False if first in shut else scores[first] >= settings.correct_at if first in scores else None
-    return Reward(total, components, correct, detail=detail)
+        scores = {name: components[name] for name in counted if name in components}
+        return _failure(components, f"the weighted sum of {scores} is {total}", first)
+    correct = False if first in shut else components[first] >= settings.correct_at if first in components else None
+    return Reward(total, components, correct, detail="; ".join(details))
 
 
-def _of_one(verdicts: Mapping[str, Verdict], settings: RewardSettings) -> Reward | None:
-    """`combine` where there is one verifier, for all rows, that gave a number, as in most recipes, at a third of the
-    time. None where it is not as simple as that."""
-    (name, verdict), verifier = next(iter(verdicts.items())), settings.verifiers[0]
-    score = verdict.score
-    if verdict.status != "ok" or score is None or verdict.components or verifier.when:
-        return None
-    # 0 and a number is what `sum` adds up, which has no -0.
-    total = held(0 + verifier.weight * held(score, verifier.clip), settings.clip)
-    if not math.isfinite(total):
-        return None
-    detail = f"{name}: {verdict.detail}" if verdict.detail else ""
-    return Reward(total, {name: score}, score >= settings.correct_at, detail=detail)
+def _failure(components: dict[str, float], detail: str, name: str, status: Any = "verifier_error") -> Reward:
+    return Reward(math.nan, components, None, status, detail, failed=name)
 
 
 def shut_out(verdicts: Mapping[str, Verdict], settings: RewardSettings, concerned: list[str]) -> set[str]:

@@ -120,7 +120,6 @@ class SingleDeviceTrainer:
         self._value_head = value_head
         outer = outer_weights(model)
         store = Store(model, self._ranks_of, moving=self._ranks)
-        self._compiled = compiled
         self._blocks = ChangedBlocks(model, compiled=compiled, recompute=recompute) if compiled or recompute else None
         self._whole = self._ranks_of.divide(model, value_head=value_head)
         trained = list(model.named_parameters())
@@ -204,7 +203,8 @@ class SingleDeviceTrainer:
         packed = padded(pack(streams), self._ranks_of.multiple)
         inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
         # Compiled blocks have their own products, and would be compiled anew for others.
-        few = nullcontext() if self._compiled else few_rows(self.model)
+        compiled = self._blocks is not None and self._blocks.compiled
+        few = nullcontext() if compiled else few_rows(self.model)
         with torch.no_grad(), few, self._running(self.model, self._ranks_of.plan(inputs.attention)):
             flat = self._whole(lambda: self._compute(self._whole, inputs, "none", temperature=1.0)).logprobs
             self._ranks_of.rest(self._whole)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from strop.errors import RunFailure
 from strop.models.consistent import linear_forward
-from strop.models.logprobs import output_head
+from strop.models.logprobs import capped, output_head
 from strop.rollout.engines import packed_linear
 
 T = TypeVar("T")
@@ -53,7 +52,7 @@ class Derived:
             logits = _of(self.head, version)(hidden)
         else:
             logits = nn.functional.linear(hidden, weight, bias).float()
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return capped(logits, softcap)
 
 
 def _of(made: tuple[int, T], version: int) -> T:

@@ -7,14 +7,16 @@ call. oneDNN can hold them in its own order: twice as fast for the output head o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from strop.models.adapters import adapter_delta
+from strop.models.few_rows import available as has_products
+from strop.models.replaced import replaced
 
 Product = Callable[..., Tensor]
 # Smaller matrices gain nothing: the call itself costs more.
@@ -27,7 +29,7 @@ def available(model: nn.Module) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
+        and has_products()
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
 
@@ -80,16 +82,9 @@ class PackedLinears:
             inside.update(module.modules())
             self._forwards.append((module, _packed_when_used(module, base, rows)))
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
         """Let the model's linear layers use the packed weights."""
-        for module, forward in self._forwards:
-            module.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for module, _ in self._forwards:
-                del module.__dict__["forward"]
+        return replaced(self._forwards)
 
 
 def _packed_when_used(module: nn.Module, base: nn.Linear, rows: int) -> Product:
