@@ -17,7 +17,8 @@ Behaviour = str | Callable[[Any], Any]
 
 @dataclass
 class BadServer:
-    """url: where it listens. then: what it does with each request, the last for ever. requests: what came, in order."""
+    """url: where it listens. then: what it does with each request, the last for ever. requests: what came, in order.
+    most: how many replies were being made at a time."""
 
     url: str = ""
     then: list[Behaviour] = field(default_factory=list)
@@ -32,17 +33,25 @@ class BadServer:
         with self._lock:
             behaviour = self.then[min(len(self.requests), len(self.then) - 1)]
             self.requests.append((handler.path, dict(handler.headers), json.loads(raw)))
+        self._do(handler, behaviour, json.loads(raw))
+
+    @contextmanager
+    def _one_more(self) -> Iterator[None]:
+        """Another request is being worked on: until its reply is sent, since who has that may ask again at once."""
+        with self._lock:
             self._now += 1
             self.most = max(self.most, self._now)
         try:
-            self._do(handler, behaviour, json.loads(raw))
+            yield
         finally:
             with self._lock:
                 self._now -= 1
 
     def _do(self, handler: BaseHTTPRequestHandler, behaviour: Behaviour, body: Any) -> None:
         if callable(behaviour):
-            return _send(handler, 200, json.dumps(behaviour(body)).encode())
+            with self._one_more():
+                reply = json.dumps(behaviour(body)).encode()
+            return _send(handler, 200, reply)
         name, _, rest = behaviour.partition(" ")
         if name == "status":
             code, _, after = rest.partition(" ")
