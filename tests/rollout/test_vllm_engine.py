@@ -20,7 +20,8 @@ from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.vllm import VllmEngine
-from strop.rollout.engines.vllm_core import VllmCore, VllmSettings, views
+from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
+from strop.rollout.engines.vllm_weights import Sent, places, stale
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -241,11 +242,11 @@ async def test_a_stale_tensor_stops_the_run(core: VllmCore, monkeypatch: pytest.
 async def test_what_vllm_holds_is_compared_with_what_it_was_given(core: VllmCore) -> None:
     weights = dict(MODEL.state_dict())
     core.push(weights)
-    assert core.stale(weights) == []
-    found = dict(views(core._model, weights))
+    assert stale(core._model, weights) == []
+    found = places(core._model, Sent.of(weights).shapes)
     assert {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"} <= set(found)
     changed = {**weights, "model.norm.weight": weights["model.norm.weight"] * 2}
-    assert core.stale(changed) == ["model.norm.weight"]
+    assert stale(core._model, changed) == ["model.norm.weight"]
 
 
 # Sleep. On a CPU vLLM keeps its memory; everything else of a sleep is as it is on a GPU, where

@@ -22,10 +22,8 @@ from torch import Tensor, nn
 
 from strop.errors import MissingExtra, RunFailure
 from strop.rollout.engine import SampleSettings
-from strop.rollout.engines import vllm_sleep
-
-NAMED = 5
-"""Tensors that a message has room for."""
+from strop.rollout.engines import vllm_sleep, vllm_weights
+from strop.rollout.engines.vllm_weights import NAMED, Sent
 
 _SEEDS = 1 << 63
 _MOST_CACHE_GIB = 4
@@ -260,14 +258,10 @@ class VllmCore:
             RunFailure: vLLM could not take them, or holds other values than these.
         """
         try:
-            with torch.no_grad():
-                if self._keeps_as_they_are(weights):
-                    self._model.load_weights(weights.items())
-                else:
-                    self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": weights.items()})
+            vllm_weights.load(self._worker, weights.items(), Sent.of(weights))
         except Exception as error:
             raise RunFailure(f"vLLM could not take the weights: {type(error).__name__}: {error}") from error
-        if stale := self.stale(weights):
+        if stale := vllm_weights.stale(self._model, weights):
             told = ", ".join(stale[:NAMED]) + (f" and {len(stale) - NAMED} more" if len(stale) > NAMED else "")
             raise RunFailure(
                 f"vLLM holds other values than it was given, in {len(stale)} of {len(weights)} tensors: {told}",
@@ -275,17 +269,6 @@ class VllmCore:
             )
         if not self._keeps and not self._core.reset_prefix_cache(reset_running_requests=True):
             raise RunFailure("vLLM could not forget the keys and values of older weights")
-
-    def stale(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Names whose values in vLLM's model are not these, of those that it keeps in their own form."""
-        names, differ = [], []
-        with torch.no_grad():
-            for name, view in views(self._model, weights):
-                names.append(name)
-                differ.append((view != weights[name].to(view.device, view.dtype)).any())
-            # One wait for the device.
-            found = torch.stack(differ).tolist() if differ else []
-        return [name for name, other in zip(names, found, strict=True) if other]
 
     def close(self) -> None:
         """End vLLM.
@@ -312,19 +295,16 @@ class VllmCore:
 
     @property
     def _runner(self) -> Any:
-        return self._core.engine_core.model_executor.driver_worker.worker.model_runner
+        return self._worker.model_runner
+
+    @property
+    def _worker(self) -> Any:
+        """vLLM's worker in this process."""
+        return self._core.engine_core.model_executor.driver_worker.worker
 
     @property
     def _quantised(self) -> bool:
         return self._engine.vllm_config.model_config.quantization is not None
-
-    def _keeps_as_they_are(self, weights: Mapping[str, Tensor]) -> bool:
-        """Whether vLLM has all weights as they are in a model's files. Then they can be overwritten in place, which
-        takes milliseconds; packed, shuffled and quantised ones are built anew, layer by layer."""
-        found = {name for name, _ in views(self._model, weights)}
-        # A tied head is not there a second time.
-        there = {weights[name].data_ptr() for name in found}
-        return not self._quantised and all(name in found or weights[name].data_ptr() in there for name in weights)
 
     def _add(self, request: str, tokens: Sequence[int], params: Any) -> None:
         prompt = {"type": "token", "prompt_token_ids": list(tokens)}
@@ -339,23 +319,6 @@ class VllmCore:
             return
         with torch.random.fork_rng(devices=[] if self._device is None else [self._device]):
             yield
-
-
-def views(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(name of Hugging Face, where its values are in a model of vLLM): whole parameters, parts of fused ones, and the
-    first rows of a padded vocabulary. What is not kept in such a form is left out."""
-    own = dict(model.named_parameters())
-    fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-    for name, weight in weights.items():
-        live, first = own.get(name), 0
-        for whole, parts in fused.items():
-            part = next((one for one in parts if f".{one}." in name), None)
-            if live is None and part is not None:
-                live = own.get(name.replace(f".{part}.", f".{whole}."))
-                before = [name.replace(f".{part}.", f".{one}.") for one in parts[: parts.index(part)]]
-                first = sum(len(weights[one]) for one in before if one in weights)
-        if live is not None and live.dim() and live.shape[1:] == weight.shape[1:] and len(live) >= first + len(weight):
-            yield name, live.detach()[first : first + len(weight)]
 
 
 def _output_of(one: Any) -> StepOutput:
@@ -416,4 +379,4 @@ def _own_randomness() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-__all__ = ["StepOutput", "VllmCore", "VllmSettings", "views"]
+__all__ = ["StepOutput", "VllmCore", "VllmSettings"]
