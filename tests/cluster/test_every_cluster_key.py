@@ -26,7 +26,7 @@ from cluster_waiting import Start, until
 
 from strop.cluster.session import Session
 from strop.cluster.supervision import Restarts, WorkerLost
-from strop.config.cluster import ClusterSettings, PublishingSettings, TrainerPlacement
+from strop.config.cluster import PublishingSettings, TrainerPlacement
 from strop.config.explain import leaves
 from strop.config.loading import load_config
 from strop.errors import ConfigError, RunFailure, UserError
@@ -255,7 +255,17 @@ def test_the_sessions_of_a_server_are_shared_among_workers() -> None:
     ],
 )
 def test_an_engine_is_colocated_where_that_can_be(settings: dict[str, Any], expected: bool) -> None:
-    assert spread.colocated(ClusterSettings(kind="ray", **settings)) is expected
+    assert spread.colocated(config_of({"kind": "ray", **settings})) is expected
+
+
+def test_an_engine_on_several_gpus_has_a_process_of_its_own() -> None:
+    vllm = {"engine": {"kind": "vllm", "tensor": 2}}
+    assert not spread.colocated(config_of({"kind": "ray"}, rollout=vllm))
+    # Two for the engine and one for the trainer.
+    ahead = config_of({"kind": "ray"}, rollout={**vllm, "max_staleness": 1})
+    config, why = spread.settled(ahead, "cuda", 3)
+    assert config.cluster.engines.placement == "separate"
+    assert "a process of its own" in why[0]
 
 
 @shows("address")
@@ -587,7 +597,7 @@ def test_what_the_schema_refuses(cluster: dict[str, Any], says: str) -> None:
 def test_a_placement_that_does_not_go_with_the_rest(cluster: dict[str, Any], where: str, says: str) -> None:
     config = config_of({"kind": "ray", **cluster})
     with pytest.raises(ConfigError) as caught:
-        spread.colocated(config.cluster)
+        spread.colocated(config)
     [problem] = caught.value.problems
     assert problem.where == where
     assert says in problem.what

@@ -26,6 +26,11 @@ def test_a_colocated_engine_needs_nothing_of_its_own() -> None:
         ("trainer", 2, {"GPU": 1.0, "CPU": 1.0}),
         ("engine", 3, {"GPU": 1.0, "CPU": 1.0}),
     ]
+    large = asks(ranks=1, engines=2, colocated=False, device="cuda", tensor=4)
+    assert [(a.role, a.count, a.bundle) for a in large] == [
+        ("trainer", 1, {"GPU": 1.0, "CPU": 1.0}),
+        ("engine", 2, {"GPU": 4.0, "CPU": 1.0}),
+    ]
 
 
 @pytest.mark.parametrize(("count", "strategy"), [(4, "STRICT_PACK"), (5, "PACK")])

@@ -11,7 +11,7 @@ import torch
 from tiny_runs import recipe
 
 from strop.config.loading import load_config
-from strop.errors import ConfigError, MissingExtra
+from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops import assembly
 from strop.loops.engine_choices import ALONE, BESIDE_THE_TRAINER, check_engine, engine_memory
 from strop.loops.prepare import prepare
@@ -25,8 +25,8 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     found: dict[str, Any] = {}
 
     class Core:
-        def __init__(self, config: Any, architecture: str, settings: VllmSettings) -> None:
-            found.update(config=config, architecture=architecture, settings=settings)
+        def __init__(self, config: Any, architecture: str, settings: VllmSettings, workers: Any) -> None:
+            found.update(config=config, architecture=architecture, settings=settings, workers=workers)
 
         def push(self, weights: Any) -> None:
             found.update(pushed=set(weights))
@@ -61,6 +61,37 @@ def test_vllm_is_told_what_the_recipe_says(told: Any) -> None:
     )["settings"]
     assert (changed.eager, changed.prefix_caching, changed.max_sequences) == (False, False, 3)
     assert (changed.prefill_tokens, changed.memory) == (77, 0.55)
+
+
+def test_an_engine_on_several_gpus_is_told_how_weights_get_there(told: Any) -> None:
+    alone = told()
+    assert (alone["settings"].tensor, alone["workers"]) == (1, None)
+    several = told(**{"rollout.engine.tensor": 2})
+    assert several["settings"].tensor == 2
+    assert several["workers"].extension == "strop.publishing.into_vllm.WorkerExtension"
+    with pytest.raises(UserError, match="2 attention heads cannot be divided among 3 GPUs"):
+        told(**{"rollout.engine.tensor": 3})
+
+
+def test_several_gpus_that_are_not_there_or_sleep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("strop.loops.engine_choices._gpus", lambda: 2)
+
+    def problems(**changes: Any) -> list[tuple[str, str]]:
+        engine = {"rollout.engine.kind": "vllm", "rollout.engine.tensor": 4}
+        cluster = changes.pop("cluster", {})
+        data = recipe(**{**engine, **changes})
+        with pytest.raises(ConfigError) as caught:
+            check_engine(load_config(None, data={**data, "cluster": cluster}), "cuda")
+        return [(problem.where, problem.what) for problem in caught.value.problems]
+
+    [(where, what)] = problems()
+    assert where == "rollout.engine.tensor"
+    assert "asks for 4 GPUs, and this machine shows 2" in what
+    asleep = problems(**{"rollout.engine.sleep": "always", "rollout.engine.tensor": 2})
+    assert [where for where, _ in asleep] == ["rollout.engine.sleep"]
+    there = problems(cluster={"kind": "ray", "engines": {"placement": "colocated"}})
+    assert [where for where, _ in there] == ["cluster.engines.placement"]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,19 @@ def test_a_run_learns_with_vllm_and_its_logprobs_are_the_trainers(workplace: Pat
     assert sum(accuracy[-3:]) / 3 > sum(accuracy[:3]) / 3 + 0.3
 
 
+def test_a_run_whose_vllm_divides_its_layers(workplace: Path) -> None:
+    data = small_digits(**{"run.steps": 3})
+    found = []
+    for name, tensor in (("one", 1), ("two", 2)):
+        put(data, "run.name", name)
+        put(data, "rollout.engine.tensor", tensor)
+        found.append(metrics_of(train(load_config(None, data=data)).folder))
+    for one, two in zip(*found, strict=True):
+        assert two["mismatch/abs_max"] < 1e-3
+        assert two["publish/probe_gap"] < 1e-3
+        assert two["accuracy"] == one["accuracy"]
+
+
 def test_a_model_is_evaluated_and_sampled_into_a_file_with_vllm(workplace: Path) -> None:
     held_out = {"path": "strop.data.arithmetic:problems", "arguments": {"count": 9, "digits": 1, "split": "eval"}}
     data = small_digits(**{"data.eval": held_out})
@@ -81,6 +94,11 @@ def test_a_run_on_ray_whose_engine_is_vllm(workplace: Path) -> None:
     here = metrics_of(train(load_config(None, data={**data, "run": {**data["run"], "name": "here"}})).folder)
     cluster = {"kind": "ray", "engines": {"placement": "separate"}, "trainer": {"ranks": 2}}
     there = metrics_of(train(load_config(None, data={**data, "cluster": cluster})).folder)
-    for one, other in zip(here, there, strict=True):
-        assert other["accuracy"] == one["accuracy"]
-        assert other["mismatch/abs_max"] < 1e-3
+    # Two processes share its layers; it has a process of its own without being told.
+    put(data, "rollout.engine.tensor", 2)
+    put(data, "run.name", "divided")
+    divided = metrics_of(train(load_config(None, data={**data, "cluster": {"kind": "ray"}})).folder)
+    for one, *others in zip(here, there, divided, strict=True):
+        for other in others:
+            assert other["accuracy"] == one["accuracy"]
+            assert other["mismatch/abs_max"] < 1e-3

@@ -18,12 +18,13 @@ wait for each other's threads: two ranks that way were slower than one (`benchma
 
 @dataclass(frozen=True)
 class Ask:
-    """What a role needs: `count` processes of one GPU each, or of `cpus` CPUs each. key: what asks for them."""
+    """What a role needs: `count` processes of `gpus` GPUs each, or of `cpus` CPUs each. key: what asks for them."""
 
     role: str
     count: int
     device: Device
     cpus: int = 1
+    gpus: int = 1
     key: str = ""
     threads: int | None = None
     """CPU threads of each process; None for a share of the cluster's CPUs."""
@@ -33,7 +34,7 @@ class Ask:
     @property
     def bundle(self) -> dict[str, float]:
         """Resources of one process, as Ray names them."""
-        return {"GPU": 1.0, "CPU": 1.0} if self.device == "cuda" else {"CPU": float(self.cpus)}
+        return {"GPU": float(self.gpus), "CPU": 1.0} if self.device == "cuda" else {"CPU": float(self.cpus)}
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,14 @@ class Placement:
             placed.release()
 
 
-def asks(*, ranks: int, engines: int, colocated: bool, device: Device, environments: int = 0) -> list[Ask]:
+def asks(
+    *, ranks: int, engines: int, colocated: bool, device: Device, environments: int = 0, tensor: int = 1
+) -> list[Ask]:
     """What a run needs. A colocated engine lives in the process of the first trainer rank and needs nothing;
-    environments need no GPU."""
+    environments need no GPU. tensor: GPUs of an engine."""
     found = [Ask("trainer", ranks, device, key="cluster.trainer.ranks")]
     if not colocated:
-        found.append(Ask("engine", engines, device, key="cluster.engines.count", together=False))
+        found.append(Ask("engine", engines, device, gpus=tensor, key="cluster.engines.count", together=False))
     if environments:
         found.append(
             Ask("environment", environments, "cpu", key="cluster.environments.workers", threads=1, together=False)

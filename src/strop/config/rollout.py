@@ -58,6 +58,9 @@ class EngineSettings(StrictModel):
     """Of `local`: compute engine and trainer by operators whose results for a token do not depend on what else is
     computed, so that the log-probability noted at sampling is bit for bit the trainer's. Slower; for models of the
     families Llama, Mistral, Qwen2 and Qwen3 (docs/engine.md)."""
+    tensor: PositiveInt = 1
+    """Of `vllm`: GPUs of one machine that share each layer (tensor parallelism), on a CPU processes; they must divide
+    the attention heads. On Ray each engine gets as many GPUs. With several it does not sleep."""
     prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
     change."""

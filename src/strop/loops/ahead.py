@@ -116,9 +116,7 @@ def idle_ahead(config: Config) -> Iterator[UserError]:
         return
     if not rollout.in_flight_updates and rollout.engine.after_update != "auto":
         yield _idle("engine.after_update", "with rollout.in_flight_updates: false: nothing is under way at an update")
-    shared = rollout.engine.kind == "local" and (
-        config.cluster.kind == "local" or colocated(config.cluster, ahead=True)
-    )
+    shared = rollout.engine.kind == "local" and (config.cluster.kind == "local" or colocated(config))
     if rollout.update_every > 1 and shared:
         yield UserError(
             "the engine samples with the trainer's own weights here, which every update changes, so that "

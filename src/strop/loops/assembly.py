@@ -18,7 +18,7 @@ from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
 from strop.loops.algorithm import demands_of
-from strop.loops.engine_choices import engine_memory, share_beside_trainer
+from strop.loops.engine_choices import check_heads, engine_memory, share_beside_trainer
 from strop.loops.prepare import Prepared
 from strop.loops.step_batch import has_spread
 from strop.models.blocks import check_compiler
@@ -28,6 +28,7 @@ from strop.models.load import Loaded, add_lora, load_model
 from strop.models.scalar import value_head, with_scalar_head
 from strop.planning.flops import ModelWork, work_of
 from strop.planning.hardware import Hardware, Sizes, choose_sizes
+from strop.publishing.into_vllm import IntoWorkers
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
 from strop.rollout.admission import Admission
@@ -225,10 +226,13 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         prefix_caching=settings.prefix_caching,
         sleeps=roles.sizes.engine_sleeps,
         keeps=settings.after_update == "keep",
+        tensor=settings.tensor,
     )
+    check_heads(prepared.config, base.config)
+    workers = IntoWorkers(settings.tensor) if settings.tensor > 1 else None
     return VllmEngine(
         roles.model,
-        lambda: VllmCore(base.config, type(base).__name__, chosen),
+        lambda: VllmCore(base.config, type(base).__name__, chosen, workers),
         roles.tokenizer,
         eos_ids=roles.loaded.eos_ids,
         seed=prepared.config.run.seed,

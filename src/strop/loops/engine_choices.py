@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
 
 from strop.config import Config
 from strop.config.rollout import EngineSettings
@@ -12,7 +13,7 @@ from strop.loops.spread import colocated
 
 KNOWN = {
     "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager", "consistent", "after_update", "sleep"),
-    "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "prefix_caching", "after_update", "sleep"),
+    "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "tensor", "prefix_caching", "after_update", "sleep"),
     "sglang": ("server",),
     "openai": ("server",),
 }
@@ -101,6 +102,7 @@ def check_engine(config: Config, device: str) -> None:
         where = "rollout.engine.sleep"
         what = f"vLLM gives memory back on CUDA only, where its sleep mode has a pool of its own, and this is {device}"
         problems.append(UserError(what, where=where, mend="leave it on auto, or set rollout.engine.kind to local"))
+    problems += _problems_of_several(config, device)
     if device != "cuda" and engine.memory != "auto":
         where = "rollout.engine.memory"
         problems.append(UserError(f"`{where}` has no effect without a GPU", where=where, mend="remove the line"))
@@ -108,10 +110,51 @@ def check_engine(config: Config, device: str) -> None:
         raise ConfigError(problems)
 
 
+def _problems_of_several(config: Config, device: str) -> Iterator[UserError]:
+    """Of an engine whose layers several GPUs share."""
+    engine, where = config.rollout.engine, "rollout.engine.tensor"
+    if engine.tensor == 1:
+        return
+    if engine.sleep == "always":
+        yield UserError(
+            "a vLLM on several GPUs does not give its memory back while the trainer computes",
+            where="rollout.engine.sleep",
+            mend=f"leave it on auto, or {where} on 1",
+        )
+    if config.cluster.kind == "ray":
+        if config.cluster.engines.placement == "colocated":
+            yield UserError(
+                f"a colocated engine has the GPU of the only trainer rank, and `{where}` asks for {engine.tensor}",
+                where="cluster.engines.placement",
+                mend="set it to separate, or leave it on auto",
+            )
+    elif device == "cuda" and (there := _gpus()) < engine.tensor:
+        yield UserError(
+            f"`{where}: {engine.tensor}` asks for {engine.tensor} GPUs, and this machine shows {there}",
+            where=where,
+            mend="lower it, or look at CUDA_VISIBLE_DEVICES",
+        )
+
+
+def check_heads(config: Config, model: Any) -> None:
+    """Raise UserError where the GPUs of an engine cannot divide a model's heads. model: transformers' configuration."""
+    tensor, where = config.rollout.engine.tensor, "rollout.engine.tensor"
+    if model.num_attention_heads % tensor:
+        raise UserError(
+            f"{model.num_attention_heads} attention heads cannot be divided among {tensor} GPUs",
+            where=where,
+            mend=f"set {where} to a number that divides {model.num_attention_heads}",
+        )
+
+
 def _has_cuda() -> bool:
+    return _gpus() > 0
+
+
+def _gpus() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def engine_memory(config: Config, *, sleeps: bool = False) -> float:
@@ -134,4 +177,4 @@ def share_beside_trainer(config: Config) -> float:
 
 def _beside(config: Config) -> bool:
     """Whether the engine is on the trainer's device."""
-    return config.cluster.kind == "local" or colocated(config.cluster, ahead=config.rollout.max_staleness > 0)
+    return config.cluster.kind == "local" or colocated(config)

@@ -127,6 +127,7 @@ class Processes:
             colocated=engines == 0,
             device=device,
             environments=environments,
+            tensor=config.rollout.engine.tensor,
         )
         placement = Placement({}, [])
         self = None
@@ -341,8 +342,7 @@ def _engines_apart(config: Config) -> int:
     """How many engines have a process of their own."""
     if config.supervised is not None or served(config):
         return 0
-    ahead = config.rollout.max_staleness > 0
-    return 0 if colocated(config.cluster, ahead=ahead) else config.cluster.engines.count
+    return 0 if colocated(config) else config.cluster.engines.count
 
 
 def _made(folder: Path) -> Path:

@@ -10,15 +10,18 @@ from strop.config.cluster import ClusterSettings, EnvironmentPlacement, Publishi
 from strop.errors import ConfigError, UserError
 
 
-def colocated(settings: ClusterSettings, *, ahead: bool = False) -> bool:
-    """Whether the engine is in the process of the only trainer rank and samples with its weights.
+def colocated(config: Config, *, ahead: bool | None = None) -> bool:
+    """Whether the engine is in the process of the only trainer rank and samples with its weights. An engine that needs
+    several GPUs is not.
 
     Args:
-        ahead: sampling goes on while the trainer computes, for which each needs a process of its own.
+        ahead: whether sampling goes on while the trainer computes, for which each needs a process of its own; None for
+            what the recipe says.
 
     Raises:
         ConfigError: placement, transport and numbers do not go together.
     """
+    settings, ahead = config.cluster, config.rollout.max_staleness > 0 if ahead is None else ahead
     one = settings.trainer.ranks == 1 and settings.engines.count == 1
     moves = settings.publishing.transport not in ("auto", "shared")
     if settings.engines.placement == "colocated":
@@ -30,7 +33,8 @@ def colocated(settings: ClusterSettings, *, ahead: bool = False) -> bool:
                 mend="set it to separate, or leave it on auto",
             )
         return True
-    chosen = settings.engines.placement == "auto" and one and not moves and not ahead
+    several = config.rollout.engine.tensor > 1
+    chosen = settings.engines.placement == "auto" and one and not moves and not ahead and not several
     if settings.publishing.transport == "shared" and not chosen:
         raise _refused(
             "weights cannot be shared between processes",
@@ -51,8 +55,8 @@ def settled(config: Config, device: Device, gpus: int) -> tuple[Config, tuple[st
         return config, ()
     if config.rollout.engine.server is not None:
         return config, ()
-    wanted = cluster.trainer.ranks + cluster.engines.count
-    apart = device == "cpu" or gpus >= wanted or not colocated(cluster)
+    wanted = cluster.trainer.ranks + cluster.engines.count * config.rollout.engine.tensor
+    apart = device == "cpu" or gpus >= wanted or not colocated(config, ahead=False)
     why = (
         "sampling goes on while the trainer computes (rollout.max_staleness), so the engine has a process of its own"
         if apart
@@ -91,9 +95,7 @@ def idle_in_cluster(config: Config) -> Iterator[UserError]:
     elif config.rollout.engine.server is not None:
         why = "with servers, which others have started and which load weights themselves"
         yield from _idle_sections(settings, ("engines", "publishing"), why)
-    elif settings.publishing.bucket_mb != PublishingSettings().bucket_mb and colocated(
-        settings, ahead=config.rollout.max_staleness > 0
-    ):
+    elif settings.publishing.bucket_mb != PublishingSettings().bucket_mb and colocated(config):
         why = "with a colocated engine, to which nothing is moved"
         yield _idle("cluster.publishing.bucket_mb", why, "set cluster.engines.placement to separate")
 

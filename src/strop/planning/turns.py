@@ -47,7 +47,7 @@ def engine_sleeps(
     asked = config.rollout.engine.sleep
     if asked != "auto":
         return asked == "always" and config.supervised is None, ()
-    if not share or hardware.device.type != "cuda":
+    if not share or hardware.device.type != "cuda" or config.rollout.engine.tensor > 1:
         return False, ()
     held = trainer_bytes(config, model, item=hardware.dtype.itemsize, reference=reference)
     together = held + (ACTIVATIONS + share) * hardware.memory

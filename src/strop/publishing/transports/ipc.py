@@ -17,8 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Generator, Iterable
+from contextlib import closing, suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
@@ -131,6 +131,8 @@ class IpcSender:
         ready: list[Connection] = []
         until = time.monotonic() + self._timeout
         while len(ready) < self._takers:
+            if self._closed:
+                raise RunFailure(f"version {version} of the weights was given up before anybody came for it")
             while not self._fresh.empty():
                 self._welcome(self._fresh.get())
             for engine in _waited(self._engines, 0.005):
@@ -195,9 +197,20 @@ class IpcTaker:
         self._slots: list[Tensor] = []
 
     def take(self, offer: Offer, receiver: Receiver) -> None:
+        receiver.begin(offer.version)
+        with closing(self.buckets(offer)) as buckets:
+            for filled, data in buckets:
+                unpack(filled, data, receiver)
+
+    def buckets(self, offer: Offer) -> Generator[tuple[Filled, Tensor]]:
+        """What is in each bucket of a version, and its bytes, uint8, which are the trainer's again with the next one.
+        Close it when something goes wrong on the way.
+
+        Raises:
+            RunFailure: the trainer was lost, or sent nothing.
+        """
         try:
             trainer = self._connected(offer)
-            receiver.begin(offer.version)
             last = False
             while not last:
                 if not trainer.poll(self._timeout):
@@ -205,7 +218,7 @@ class IpcTaker:
                 filled: Filled = trainer.recv()
                 data = self._slots[filled.slot]
                 if filled.version == offer.version:
-                    unpack(filled, data, receiver)
+                    yield filled, data
                 if data.is_cuda:
                     torch.cuda.synchronize(data.device)
                 trainer.send(("done", filled.slot))

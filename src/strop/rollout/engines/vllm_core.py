@@ -1,5 +1,8 @@
 """vLLM in this process: how it is started, how weights get into it, and what comes out of one step of it.
 
+Where its layers are divided among several GPUs (`VllmSettings.tensor`), the model is in processes that vLLM starts, one
+for each, and what plans their work is here.
+
 vLLM's own output loop makes several Python objects of each log-probability, which costs more than a decoding step of a
 small model. Therefore the core of its engine is driven here, whose outputs are flat arrays; the scheduler, the KV
 cache, the kernels and the sampler are vLLM's. Nothing here knows asyncio, and all of it is called from one thread.
@@ -10,11 +13,11 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +32,23 @@ _SEEDS = 1 << 63
 _MOST_CACHE_GIB = 4
 # In the place of what sleeps, after a sleep that failed half way.
 _LOST = "lost"
+_RPC_SECONDS = 600.0
+
+Call = Callable[[str, tuple[Any, ...]], list[Any]]
+"""Calls a method of each of vLLM's processes with arguments, and gives what they returned."""
+
+
+class Workers(Protocol):
+    """How weights get into the processes of a vLLM that has several. extension: full name of a class that is mixed into
+    vLLM's workers."""
+
+    extension: str
+
+    def push(self, call: Call, weights: Mapping[str, Tensor]) -> list[str]:
+        """Bring weights to all of them; returns the names of tensors of which one holds other values."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +59,8 @@ class VllmSettings:
     of prompts in one pass. memory: share of the GPU's memory for weights, cache and workspace. eager: neither compile
     nor capture CUDA graphs. prefix_caching: keep keys and values of prompts that are asked for again. sleeps: start it
     so that it can give its memory back; on a GPU only. keeps: requests that run keep their keys and values when weights
-    change; without prefix_caching only.
+    change; without prefix_caching only. tensor: GPUs, or processes on a CPU, that share each layer; it does not sleep
+    with several.
     """
 
     dtype: torch.dtype
@@ -51,6 +72,7 @@ class VllmSettings:
     prefix_caching: bool
     sleeps: bool = False
     keeps: bool = False
+    tensor: int = 1
 
 
 @dataclass(frozen=True)
@@ -72,12 +94,13 @@ class VllmCore:
     Args:
         config: of the model in transformers' form.
         architecture: name of its class.
+        workers: how weights get into them, where `settings.tensor` makes several.
 
     Raises:
         MissingExtra: vLLM is not installed. RunFailure: it could not be started.
     """
 
-    def __init__(self, config: Any, architecture: str, settings: VllmSettings) -> None:
+    def __init__(self, config: Any, architecture: str, settings: VllmSettings, workers: Workers | None = None) -> None:
         _announce(_cache_gib(config, settings))
         try:
             from vllm import EngineArgs
@@ -110,8 +133,13 @@ class VllmCore:
                 arguments["gpu_memory_utilization"] = settings.memory
             if settings.sleeps:
                 arguments["enable_sleep_mode"] = True
+            if workers is not None:
+                arguments["tensor_parallel_size"] = settings.tensor
+                arguments["distributed_executor_backend"] = "mp"
+                arguments["worker_extension_cls"] = workers.extension
             try:
-                self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+                with _threads_of_workers(settings.tensor):
+                    self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
             except Exception as error:
                 raise RunFailure(
                     f"vLLM could not be started: {type(error).__name__}: {error}",
@@ -123,6 +151,7 @@ class VllmCore:
         self._tasks = self._engine.get_supported_tasks()
         self._greedy: set[str] = set()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+        self._workers = workers
         self._sleeps = settings.sleeps
         self._keeps = settings.keeps
         self._asleep: list[str] = []
@@ -258,10 +287,10 @@ class VllmCore:
             RunFailure: vLLM could not take them, or holds other values than these.
         """
         try:
-            vllm_weights.load(self._worker, weights.items(), Sent.of(weights))
+            stale = self._put(weights)
         except Exception as error:
             raise RunFailure(f"vLLM could not take the weights: {type(error).__name__}: {error}") from error
-        if stale := vllm_weights.stale(self._model, weights):
+        if stale:
             told = ", ".join(stale[:NAMED]) + (f" and {len(stale) - NAMED} more" if len(stale) > NAMED else "")
             raise RunFailure(
                 f"vLLM holds other values than it was given, in {len(stale)} of {len(weights)} tensors: {told}",
@@ -283,10 +312,23 @@ class VllmCore:
                 self.wake_cache()
         finally:
             self._core.shutdown()
+            if self._workers is not None:
+                self._workers.close()
             if self._sleeps:
                 # Whatever of it is still held keeps its pages in the pool.
                 self._engine = self._core = None
                 vllm_sleep.leave_pool()
+
+    def _put(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """Weights into the model, wherever it is; the names of those that differ then."""
+        if self._workers is not None:
+            return self._workers.push(self._call, weights)
+        vllm_weights.load(self._worker, weights.items(), Sent.of(weights))
+        return vllm_weights.stale(self._model, weights)
+
+    def _call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        told: list[Any] = self._core.collective_rpc(method, timeout=_RPC_SECONDS, args=arguments)
+        return told
 
     @property
     def _model(self) -> nn.Module:
@@ -345,6 +387,8 @@ def _announce(cache_gib: int) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         # On CPUs: threads are strop's to place.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Of several processes, when there are: this one has threads, which a fork would not survive.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
     }
     for name, value in chosen.items():
@@ -368,6 +412,20 @@ def _write_config(config: Any, architecture: str, dtype: torch.dtype, folder: Pa
 
 
 @contextmanager
+def _threads_of_workers(count: int) -> Iterator[None]:
+    """Processes that are started meanwhile share the threads that this one computes with."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    if count > 1:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // count))
+    try:
+        yield
+    finally:
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+@contextmanager
 def _own_randomness() -> Iterator[None]:
     """vLLM seeds the global generators when it starts."""
     python, numpy = random.getstate(), np.random.get_state()
@@ -379,4 +437,4 @@ def _own_randomness() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-__all__ = ["StepOutput", "VllmCore", "VllmSettings"]
+__all__ = ["Call", "StepOutput", "VllmCore", "VllmSettings", "Workers"]

@@ -1,0 +1,136 @@
+"""Weights on their way into the processes of a vLLM whose layers are divided among several GPUs.
+
+vLLM's workers are processes of its own, so nothing can be handed to them as tensors. The process that drives them lends
+them two buckets of the machine's memory, as it is done between trainer and engine; each worker puts whole tensors
+together, keeps its share by vLLM's own loaders, and compares what it then holds with what came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strop.publishing.checksums import checksum, checksums
+from strop.publishing.manifest import Recording, dtype_named
+from strop.publishing.transports.ipc import IpcSender, IpcTaker
+from strop.publishing.transports.protocol import Offer
+from strop.rollout.engines.vllm_weights import Sent, load, places
+
+_BUCKET = 64 << 20
+
+
+class WorkerExtension:
+    """What each of vLLM's workers can do beside what vLLM lets it; vLLM mixes it into its class of workers."""
+
+    rank: int
+    vllm_config: Any
+    model_runner: Any
+
+    def strop_take(self, offer: Offer, sent: Sent) -> list[str]:
+        """Take a version of the weights into the model of this worker.
+
+        Returns:
+            Names of tensors whose values are then others than those that came, of those that vLLM keeps in their own
+            form.
+
+        Raises:
+            RunFailure: the weights stopped coming. Whatever vLLM raises where it cannot take them.
+        """
+        # vLLM makes no instance of this class, so there is no place to begin one.
+        taker: IpcTaker = self.__dict__.setdefault("_strop_taker", IpcTaker())
+        rank, size = self.rank, self.vllm_config.parallel_config.tensor_parallel_size
+        model = self.model_runner.get_model()
+        before = places(model, sent.shapes, rank=rank, size=size)
+        expected: dict[str, int] = {}
+
+        def coming() -> Generator[tuple[str, Tensor]]:
+            with closing(whole_tensors(taker, offer)) as tensors:
+                for name, tensor in tensors:
+                    if name in before:
+                        live, part = before[name]
+                        expected[name] = checksum(tensor[part].to(live.dtype))
+                    yield name, tensor
+
+        with closing(coming()) as weights:
+            load(self, weights, sent, rank=rank, size=size)
+        # Building the model anew may have given it other memory.
+        after = places(model, sent.shapes, rank=rank, size=size)
+        common = [name for name in expected if name in after]
+        held = checksums([after[name].live for name in common])
+        return [name for name, found in zip(common, held, strict=True) if found != expected[name]]
+
+
+class IntoWorkers:
+    """The end of the process that drives vLLM. workers: how many processes share the layers."""
+
+    extension = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
+
+    def __init__(self, workers: int, *, bucket_bytes: int = _BUCKET) -> None:
+        self._workers = workers
+        self._bucket_bytes = bucket_bytes
+        self._sender: IpcSender | None = None
+        self._number = 0
+
+    def push(self, call: Callable[[str, tuple[Any, ...]], list[Any]], weights: Mapping[str, Tensor]) -> list[str]:
+        """Bring weights to all workers.
+
+        Args:
+            call: calls a method of every worker with arguments, and gives what each returned.
+            weights: by the names of Hugging Face, on any device.
+
+        Returns:
+            Names of tensors of which a worker holds other values than it was given.
+
+        Raises:
+            RunFailure: a worker was lost, or did not come for them. What `call` raises.
+        """
+        if self._sender is None:
+            self._sender = IpcSender(bucket_bytes=self._bucket_bytes)
+        sender, self._number = self._sender, self._number + 1
+        offer = sender.offer(self._number, takers=self._workers)
+        with ThreadPoolExecutor(1, "strop-into-vllm") as aside:
+            sending = aside.submit(sender.send, Recording(self._number), weights.items())
+            try:
+                told = call("strop_take", (offer, Sent.of(weights)))
+            except BaseException as error:
+                # Whoever sends may wait for workers that will not come.
+                self.close()
+                if sending.done() and (cause := sending.exception()) is not None:
+                    raise cause from error
+                raise
+            sending.result()
+        return sorted({name for names in told for name in names})
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+
+def whole_tensors(taker: IpcTaker, offer: Offer) -> Generator[tuple[str, Tensor]]:
+    """(name, tensor on the CPU) of a version, each as soon as all of it is there; it is the caller's."""
+    parts: dict[str, Tensor] = {}
+    arrived: dict[str, int] = {}
+    with closing(taker.buckets(offer)) as buckets:
+        for filled, data in buckets:
+            for piece in filled.pieces:
+                dtype = dtype_named(piece.dtype)
+                total = math.prod(piece.shape) * dtype.itemsize
+                if piece.name not in parts:
+                    parts[piece.name] = torch.empty(total, dtype=torch.uint8)
+                    arrived[piece.name] = 0
+                span = data[piece.offset : piece.offset + piece.length]
+                parts[piece.name][piece.start : piece.start + piece.length].copy_(span)
+                arrived[piece.name] += piece.length
+                if arrived[piece.name] >= total:
+                    del arrived[piece.name]
+                    yield piece.name, parts.pop(piece.name).view(dtype).view(piece.shape)
+
+
+__all__ = ["IntoWorkers", "WorkerExtension", "whole_tensors"]
