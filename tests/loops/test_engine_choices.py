@@ -13,7 +13,7 @@ from tiny_runs import recipe
 from strop.config.loading import load_config
 from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops import assembly
-from strop.loops.engine_choices import ALONE, BESIDE_THE_TRAINER, check_engine, engine_memory
+from strop.loops.engine_choices import ALONE, BESIDE_THE_TRAINER, check_adapters, check_engine, engine_memory
 from strop.loops.prepare import prepare
 from strop.rollout.engines.vllm_core import VllmSettings
 
@@ -28,8 +28,8 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         def __init__(self, config: Any, architecture: str, settings: VllmSettings, workers: Any) -> None:
             found.update(config=config, architecture=architecture, settings=settings, workers=workers)
 
-        def push(self, weights: Any) -> None:
-            found.update(pushed=set(weights))
+        def push(self, weights: Any, adapters: Path | None = None) -> None:
+            found.update(pushed=set(weights), adapters=None if adapters is None else list(adapters.glob("*.*n*")))
 
     monkeypatch.setattr(assembly, "VllmCore", Core)
     monkeypatch.setattr("strop.loops.prepare.check_engine", lambda *_: None)
@@ -71,6 +71,45 @@ def test_an_engine_on_several_gpus_is_told_how_weights_get_there(told: Any) -> N
     assert several["workers"].extension == "strop.publishing.into_vllm.WorkerExtension"
     with pytest.raises(UserError, match="2 attention heads cannot be divided among 3 GPUs"):
         told(**{"rollout.engine.tensor": 3})
+
+
+def test_adapters_beside_the_weights(told: Any) -> None:
+    lora = {"model.lora": {"rank": 24}}
+    merged = told(**lora)
+    assert merged["settings"].adapter_rank == 0
+    beside = told(**lora, **{"rollout.engine.merge_adapters": False})
+    assert beside["settings"].adapter_rank == 24
+    assert beside["pushed"] == merged["pushed"]
+    assert {path.name for path in beside["adapters"]} == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        (None, "no effect without `model.lora`"),
+        ({"dora": True}, "vLLM knows plain adapters only, and the recipe sets model.lora.dora"),
+        ({"rank": 8, "adaptive": {"target_rank": 4}}, "the recipe sets model.lora.adaptive"),
+    ],
+)
+def test_adapters_that_vllm_cannot_have_beside_the_weights(
+    monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None, says: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    data = recipe(**{"rollout.engine.kind": "vllm", "rollout.engine.merge_adapters": False, "model.lora": lora})
+    with pytest.raises(ConfigError, match=says):
+        check_engine(load_config(None, data=data), "cpu")
+
+
+def test_adapters_of_experts_are_merged_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Experts(torch.nn.Module):
+        parameter_name = "gate_up_proj"
+
+    data = recipe(**{"rollout.engine.kind": "vllm", "model.lora": {"rank": 2}})
+    model = torch.nn.Sequential(Experts())
+    check_adapters(load_config(None, data=data), model)
+    data["rollout"]["engine"]["merge_adapters"] = False
+    with pytest.raises(UserError, match="stacked experts"):
+        check_adapters(load_config(None, data=data), model)
 
 
 def test_several_gpus_that_are_not_there_or_sleep_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,23 @@ def test_a_run_whose_vllm_divides_its_layers(workplace: Path) -> None:
         assert two["accuracy"] == one["accuracy"]
 
 
+@pytest.mark.parametrize("cluster", [{}, {"kind": "ray", "engines": {"placement": "separate"}}], ids=["here", "ray"])
+def test_a_run_whose_vllm_has_its_adapters_beside_the_weights(workplace: Path, cluster: dict[str, Any]) -> None:
+    if cluster:
+        pytest.importorskip("ray")
+    lora = {"model.lora": {"rank": 4}, "training.optimizer.learning_rate": 2e-2}
+    data = small_digits(**{"run.steps": 4, **lora})
+    found = []
+    for name, merges in (("merged", True), ("beside", False)):
+        put(data, "run.name", name)
+        put(data, "rollout.engine.merge_adapters", merges)
+        found.append(metrics_of(train(load_config(None, data={**data, "cluster": {} if merges else cluster})).folder))
+    for merged, beside in zip(*found, strict=True):
+        assert beside["mismatch/abs_max"] < 1e-3
+        assert beside["publish/probe_gap"] < 1e-3
+        assert beside["accuracy"] == merged["accuracy"]
+
+
 def test_a_model_is_evaluated_and_sampled_into_a_file_with_vllm(workplace: Path) -> None:
     held_out = {"path": "strop.data.arithmetic:problems", "arguments": {"count": 9, "digits": 1, "split": "eval"}}
     data = small_digits(**{"data.eval": held_out})

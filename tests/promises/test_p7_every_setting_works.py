@@ -848,6 +848,9 @@ TABLE: dict[str, Case] = {
     "rollout.engine.eager": Case(False, "refused", says=r"rollout\.engine\.eager: false` compiles for a GPU"),
     "rollout.engine.consistent": Case(True, "exact", steady=True),
     "rollout.engine.tensor": Case(2, "refused", says=r"rollout\.engine\.tensor` has no effect on the engine local"),
+    "rollout.engine.merge_adapters": Case(
+        False, "refused", says=r"rollout\.engine\.merge_adapters` has no effect on the engine local"
+    ),
     "rollout.engine.prefix_caching": Case(
         False, "refused", says=r"rollout\.engine\.prefix_caching` has no effect on the engine local"
     ),

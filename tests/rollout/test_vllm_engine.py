@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import logprobs_of, model_for_vllm, sample
+from sampled import logprobs_of, model_for_vllm, sample, went_on
 
 from strop.config.model import LoraConfig
 from strop.errors import RunFailure
@@ -152,6 +152,111 @@ async def test_adapters_are_merged(core: VllmCore) -> None:
     (scored,) = await engine.score([prompt_of(20)])
     assert np.abs(scored[1:] - score_streams(model, [prompt_of(20)])[0][1:]).max() < 1e-4
     assert np.abs(scored[1:] - score_streams(MODEL, [prompt_of(20)])[0][1:]).max() > 1e-2
+
+
+@pytest.fixture(scope="module")
+def beside() -> Iterator[VllmCore]:
+    """A vLLM that has adapters beside the weights."""
+    settings = VllmSettings(torch.float32, CONTEXT, 16, 512, 0.3, eager=True, prefix_caching=True, adapter_rank=5)
+    made = VllmCore(MODEL.config, type(MODEL).__name__, settings)
+    yield made
+    made.close()
+
+
+def with_adapters(*, rank_stabilised: bool = False) -> Any:
+    lora = LoraConfig(rank=5, alpha=7, rank_stabilised=rank_stabilised)
+    model = add_lora(copy.deepcopy(MODEL), lora, 0, updates=1)
+    change_adapters(model, 0)
+    return model
+
+
+def change_adapters(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+async def with_them_beside(core: VllmCore, model: Any) -> VllmEngine:
+    engine = VllmEngine(model, lambda: core, None, eos_ids=(EOS,), seed=SEED, context=CONTEXT, merges=False)
+    await engine.update_weights(WeightUpdate(0))
+    return engine
+
+
+@pytest.mark.parametrize("rank_stabilised", [False, True])
+async def test_adapters_are_kept_beside_the_weights(beside: VllmCore, rank_stabilised: bool) -> None:
+    model = with_adapters(rank_stabilised=rank_stabilised)
+    engine = await with_them_beside(beside, model)
+    for seed in range(3):
+        change_adapters(model, seed)
+        await engine.update_weights(WeightUpdate(1 + seed))
+        asked = [request(prompt_of(70), (number, 0, 0)) for number in range(3)]
+        for one, found in zip(asked, await sample(engine, asked), strict=True):
+            assert set(found.versions) == {1 + seed}
+            assert np.abs(np.asarray(found.logprobs) - logprobs_of(model, one, found)).max() < 1e-4
+        (scored,) = await engine.score([prompt_of(70)])
+        assert np.abs(scored[1:] - score_streams(model, [prompt_of(70)])[0][1:]).max() < 1e-4
+        assert np.abs(scored[1:] - score_streams(MODEL, [prompt_of(70)])[0][1:]).max() > 1e-2
+
+
+async def test_weights_beside_adapters_are_brought_when_they_change_and_not_otherwise(
+    beside: VllmCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, pushed = with_adapters(), list[int]()
+    push = beside.push
+
+    def counted(weights: Any, adapters: Any = None) -> None:
+        pushed.append(len(weights))
+        push(weights, adapters)
+
+    monkeypatch.setattr(beside, "push", counted)
+    engine = await with_them_beside(beside, model)
+    await engine.update_weights(WeightUpdate(1))
+    assert pushed == [21, 0, 0]
+    with torch.no_grad():
+        model.get_base_model().model.norm.weight.mul_(1.5)
+    await engine.update_weights(WeightUpdate(2))
+    assert pushed == [21, 0, 0, 21]
+    (scored,) = await engine.score([prompt_of(20)])
+    assert np.abs(scored[1:] - score_streams(model, [prompt_of(20)])[0][1:]).max() < 1e-4
+    # Level 2 drops weights, so that all are brought again.
+    engine._sleep_level = 2
+    await engine.sleep()
+    await engine.update_weights(WeightUpdate(3))
+    assert pushed[-1] == 21
+
+
+async def test_new_adapters_between_the_tokens_of_a_completion(beside: VllmCore) -> None:
+    model = with_adapters()
+    engine = await with_them_beside(beside, model)
+    old = copy.deepcopy(model)
+    asked = [request(stream=(number, 0, 0), new=40) for number in range(4)]
+    tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
+    async with asyncio.timeout(60):
+        while engine._stats.sampled_tokens < 10:
+            await asyncio.sleep(0)
+    await engine.pause()
+    change_adapters(model, 5)
+    await engine.update_weights(WeightUpdate(1))
+    await engine.resume()
+    found = [(await task).plain() for task in tasks]
+    for one, other in zip(asked, found, strict=True):
+        went_on(one, other, old, model)
+    assert {0, 1} == {version for one in found for version in one.versions}
+
+
+async def test_an_old_adapter_does_not_pass_the_proof(beside: VllmCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_adapters()
+    engine = await with_them_beside(beside, model)
+    publisher = SharedPublisher(engine, Probe.make(96, floor=1e-4))
+    for version in (1, 2):
+        change_adapters(model, version)
+        assert (await publisher.publish(Scores(model), version=version))["publish/probe_gap"] < 1e-4
+    monkeypatch.setattr(beside, "_put_adapters", lambda folder: None)
+    change_adapters(model, 3)
+    with pytest.raises(RunFailure, match="log-probabilit"):
+        await publisher.publish(Scores(model), version=3)
 
 
 async def test_stop_texts_end_a_completion_as_in_local(core: VllmCore) -> None:

@@ -19,8 +19,10 @@ import pytest
 import torch
 from sampled import logprobs_of, model_for_vllm, sample, went_on
 
+from strop.config.model import LoraConfig
 from strop.errors import RunFailure
 from strop.models.forward import score_streams
+from strop.models.load import add_lora
 from strop.publishing.into_vllm import IntoWorkers
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.vllm import VllmEngine
@@ -154,6 +156,25 @@ async def test_what_a_rank_holds_is_compared_with_what_it_was_given(
     await engine.update_weights(WeightUpdate(2))
     (found,) = await sample(engine, [request()])
     assert set(found.versions) == {2}
+
+
+@in_one_loop
+async def test_adapters_reach_every_rank() -> None:
+    core = core_of(adapter_rank=4)
+    try:
+        model = add_lora(copy.deepcopy(MODEL), LoraConfig(rank=4), 0, updates=1)
+        engine = VllmEngine(model, lambda: core, None, eos_ids=(EOS,), seed=SEED, context=CONTEXT, merges=False)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        await engine.update_weights(WeightUpdate(1))
+        asked = request(2)
+        (found,) = await sample(engine, [asked])
+        assert np.abs(np.asarray(found.logprobs) - logprobs_of(model, asked, found)).max() < 1e-4
+        assert np.abs(np.asarray(found.logprobs) - logprobs_of(MODEL, asked, found)).max() > 1e-2
+    finally:
+        core.close()
 
 
 @in_one_loop

@@ -61,6 +61,9 @@ class EngineSettings(StrictModel):
     tensor: PositiveInt = 1
     """Of `vllm`: GPUs of one machine that share each layer (tensor parallelism), on a CPU processes; they must divide
     the attention heads. On Ray each engine gets as many GPUs. With several it does not sleep."""
+    merge_adapters: bool = True
+    """Of `vllm`, with `model.lora`: bring the weights with their adapters merged in. Otherwise vLLM has the adapters
+    beside the weights, and a publication brings nothing else; each step of sampling costs more."""
     prefix_caching: bool = True
     """Of `vllm`: keep the keys and values of prompts, for completions and turns that begin alike, until the weights
     change."""

@@ -18,7 +18,7 @@ from strop.data.order import Cursor
 from strop.data.prompts import PromptStream
 from strop.data.rollouts import RolloutDataset
 from strop.loops.algorithm import demands_of
-from strop.loops.engine_choices import check_heads, engine_memory, share_beside_trainer
+from strop.loops.engine_choices import check_adapters, check_heads, engine_memory, share_beside_trainer
 from strop.loops.prepare import Prepared
 from strop.loops.step_batch import has_spread
 from strop.models.blocks import check_compiler
@@ -216,6 +216,7 @@ def make_engine(prepared: Chosen, roles: Roles) -> Engine:
 
 def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
     settings, hardware, base = prepared.config.rollout.engine, prepared.hardware, roles.loaded.model
+    lora = prepared.config.model.lora
     chosen = VllmSettings(
         dtype=hardware.dtype,
         context=roles.loaded.context,
@@ -227,8 +228,10 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         sleeps=roles.sizes.engine_sleeps,
         keeps=settings.after_update == "keep",
         tensor=settings.tensor,
+        adapter_rank=0 if settings.merge_adapters or lora is None else lora.rank,
     )
     check_heads(prepared.config, base.config)
+    check_adapters(prepared.config, roles.model)
     workers = IntoWorkers(settings.tensor) if settings.tensor > 1 else None
     return VllmEngine(
         roles.model,
@@ -237,8 +240,10 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
         eos_ids=roles.loaded.eos_ids,
         seed=prepared.config.run.seed,
         context=roles.loaded.context,
-        # In a run a publication follows each sleep, so nobody needs the weights that vLLM has.
-        sleep_level=2,
+        # In a run a publication follows each sleep, so nobody needs the weights that vLLM has; with adapters beside
+        # them it brings no others.
+        sleep_level=2 if settings.merge_adapters else 1,
+        merges=settings.merge_adapters,
     )
 
 

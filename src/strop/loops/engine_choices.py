@@ -13,7 +13,10 @@ from strop.loops.spread import colocated
 
 KNOWN = {
     "local": ("max_sequences", "prefill_tokens", "pack_weights", "eager", "consistent", "after_update", "sleep"),
-    "vllm": ("max_sequences", "prefill_tokens", "memory", "eager", "tensor", "prefix_caching", "after_update", "sleep"),
+    "vllm": (
+        *("max_sequences", "prefill_tokens", "memory", "eager", "tensor", "merge_adapters", "prefix_caching"),
+        *("after_update", "sleep"),
+    ),
     "sglang": ("server",),
     "openai": ("server",),
 }
@@ -102,7 +105,7 @@ def check_engine(config: Config, device: str) -> None:
         where = "rollout.engine.sleep"
         what = f"vLLM gives memory back on CUDA only, where its sleep mode has a pool of its own, and this is {device}"
         problems.append(UserError(what, where=where, mend="leave it on auto, or set rollout.engine.kind to local"))
-    problems += _problems_of_several(config, device)
+    problems += [*_problems_of_several(config, device), *_problems_of_adapters(config)]
     if device != "cuda" and engine.memory != "auto":
         where = "rollout.engine.memory"
         problems.append(UserError(f"`{where}` has no effect without a GPU", where=where, mend="remove the line"))
@@ -133,6 +136,36 @@ def _problems_of_several(config: Config, device: str) -> Iterator[UserError]:
             f"`{where}: {engine.tensor}` asks for {engine.tensor} GPUs, and this machine shows {there}",
             where=where,
             mend="lower it, or look at CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _problems_of_adapters(config: Config) -> Iterator[UserError]:
+    """Of an engine that has adapters beside the weights."""
+    lora, where = config.model.lora, "rollout.engine.merge_adapters"
+    if config.rollout.engine.merge_adapters:
+        return
+    if lora is None:
+        yield UserError(
+            f"`{where}: false` has no effect without `model.lora`: there are no adapters",
+            where=where,
+            mend="remove the line",
+        )
+    elif lora.dora or lora.adaptive is not None:
+        name = "dora" if lora.dora else "adaptive"
+        yield UserError(
+            f"vLLM knows plain adapters only, and the recipe sets model.lora.{name}",
+            where=where,
+            mend="leave it on true, so that adapters of any kind are merged",
+        )
+
+
+def check_adapters(config: Config, model: Any) -> None:
+    """Raise UserError for adapters that vLLM has no layer for. model: with its adapters."""
+    if not config.rollout.engine.merge_adapters and any(hasattr(one, "parameter_name") for one in model.modules()):
+        raise UserError(
+            "vLLM reads no adapters of stacked experts as peft writes them",
+            where="rollout.engine.merge_adapters",
+            mend="leave it on true",
         )
 
 

@@ -38,7 +38,7 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pat
         generation = getattr(base, "generation_config", None)
         write_folder(type(base), base.config, merged_weights(model), generation, tokenizer, target)
         if base is not model:
-            _write_adapter(model, target)
+            save_adapters(model, target / "adapter")
         sync_folder(target)
     except (OSError, SafetensorError) as error:
         raise _not_written(error, target) from error
@@ -70,7 +70,7 @@ def hold_model(
             small = Path(name)
             save_tokenizer(tokenizer, small)
             if base is not model:
-                _write_adapter(model, small)
+                save_adapters(model, small / "adapter")
             files = {path.relative_to(small): path.read_bytes() for path in small.rglob("*") if path.is_file()}
     except (OSError, SafetensorError) as error:
         raise _not_written(error, Path(tempfile.gettempdir())) from error
@@ -89,12 +89,13 @@ def hold_model(
     return write
 
 
-def _write_adapter(model: Any, folder: Path) -> None:
+def save_adapters(model: Any, folder: Path) -> None:
+    """Write the adapters of a model alone, in peft's format; nothing is flushed to the disk."""
     from strop.models.adaptive import ranks_as_they_are
 
     # "auto" would ask the Hub whether the vocabulary was resized.
     with quiet(), ranks_as_they_are(model):
-        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        model.save_pretrained(folder, save_embedding_layers=False)
 
 
 def _not_written(error: Exception, folder: Path) -> RunFailure:
@@ -128,11 +129,16 @@ def walk_merged(model: Any, *, device: str | None = None) -> Iterator[tuple[str,
             # Wrappers of a parameter, as peft puts on the stacked experts of a mixture, name it and may be nested.
             plain = f"{_unwrapped(name)}.{getattr(module, 'parameter_name', 'weight')}"
             adapters.setdefault(plain, []).append(module)
-    for name, tensor in base.state_dict().items():
-        if any(part.startswith("lora_") or part == "ranknum" for part in name.split(".")):
-            continue
-        plain = _unwrapped(name)
+    for plain, tensor in walk_plain(model):
         yield plain, _merge(adapters[plain], tensor, device) if plain in adapters else tensor
+
+
+def walk_plain(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, weight as it is without its adapters), one by one; none is copied."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    for name, tensor in base.state_dict().items():
+        if not any(part.startswith("lora_") or part == "ranknum" for part in name.split(".")):
+            yield _unwrapped(name), tensor
 
 
 def _unwrapped(name: str) -> str:

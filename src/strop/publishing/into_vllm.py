@@ -20,7 +20,7 @@ from strop.publishing.checksums import checksum, checksums
 from strop.publishing.manifest import Recording, dtype_named
 from strop.publishing.transports.ipc import IpcSender, IpcTaker
 from strop.publishing.transports.protocol import Offer
-from strop.rollout.engines.vllm_weights import Sent, load, places
+from strop.rollout.engines.vllm_weights import Place, Sent, adapters_aside, load, places
 
 _BUCKET = 64 << 20
 
@@ -45,8 +45,12 @@ class WorkerExtension:
         # vLLM makes no instance of this class, so there is no place to begin one.
         taker: IpcTaker = self.__dict__.setdefault("_strop_taker", IpcTaker())
         rank, size = self.rank, self.vllm_config.parallel_config.tensor_parallel_size
-        model = self.model_runner.get_model()
-        before = places(model, sent.shapes, rank=rank, size=size)
+
+        def found() -> dict[str, Place]:
+            with adapters_aside(self.model_runner.get_model()) as model:
+                return places(model, sent.shapes, rank=rank, size=size)
+
+        before = found()
         expected: dict[str, int] = {}
 
         def coming() -> Generator[tuple[str, Tensor]]:
@@ -60,10 +64,10 @@ class WorkerExtension:
         with closing(coming()) as weights:
             load(self, weights, sent, rank=rank, size=size)
         # Building the model anew may have given it other memory.
-        after = places(model, sent.shapes, rank=rank, size=size)
+        after = found()
         common = [name for name in expected if name in after]
         held = checksums([after[name].live for name in common])
-        return [name for name, found in zip(common, held, strict=True) if found != expected[name]]
+        return [name for name, value in zip(common, held, strict=True) if value != expected[name]]
 
 
 class IntoWorkers:

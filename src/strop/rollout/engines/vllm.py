@@ -8,19 +8,21 @@ logits).
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from strop.errors import RunFailure
-from strop.models.save import walk_merged
+from strop.models.save import save_adapters, walk_merged, walk_plain
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
 from strop.rollout.engines.stopping import ends_with_stop, stop_tail
 from strop.rollout.engines.vllm_core import StepOutput, VllmCore
@@ -63,12 +65,14 @@ class VllmEngine:
     """Samples with vLLM; `docs/engine.md` says how it is used.
 
     Args:
-        model: whose weights are sampled with, adapters merged; it is read at each publication.
+        model: whose weights are sampled with; it is read at each publication.
         core: makes the engine core, in the thread that it then stays in.
         tokenizer: decodes the tail of a completion to find stop texts.
         eos_ids: tokens that end a completion. seed: of the run. context: longest prompt + completion.
         sleep_level: what a sleep does with the weights: 1 keeps them in the CPU's memory, so that the same version is
             served again after it; 2 drops them, and the engine waits for `update_weights`.
+        merges: adapters go into vLLM merged into the weights. Otherwise they are kept beside them
+            (`VllmSettings.adapter_rank`), and only they are brought to it where the weights have not changed.
 
     Raises:
         MissingExtra, RunFailure: see `VllmCore`.
@@ -84,8 +88,12 @@ class VllmEngine:
         seed: int,
         context: int,
         sleep_level: Literal[1, 2] = 1,
+        merges: bool = True,
     ) -> None:
         self._model = model
+        self._merges = merges
+        # How often each of the weights that vLLM has was written to before it got them; None where it has none.
+        self._held: list[int] | None = None
         self._sleep_level = sleep_level
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
@@ -214,6 +222,8 @@ class VllmEngine:
             try:
                 await self._take_all(await self._aside(self._core.drain))
                 await self._aside(lambda: self._core.sleep(self._sleep_level))
+                if self._sleep_level == 2:
+                    self._held = None
             except BaseException:
                 # Whoever waits is told.
                 self._version = _NO_VERSION
@@ -390,14 +400,18 @@ class VllmEngine:
             running.future.set_result(running.result(finish))
 
     def _push(self) -> None:
-        self._core.push(_weights_of(self._model))
+        if self._merges:
+            self._core.push(dict(walk_merged(self._model)))
+            return
+        weights = dict(walk_plain(self._model))
+        written = [tensor._version for tensor in weights.values()]
+        with tempfile.TemporaryDirectory(prefix="strop-adapters-") as folder:
+            save_adapters(self._model, Path(folder))
+            self._core.push({} if written == self._held else weights, Path(folder))
+        self._held = written
 
     async def _aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _weights_of(model: nn.Module) -> Mapping[str, Tensor]:
-    return dict(walk_merged(model))
 
 
 def _with_first(scores: Sequence[np.ndarray]) -> np.ndarray:

@@ -60,7 +60,7 @@ class VllmSettings:
     nor capture CUDA graphs. prefix_caching: keep keys and values of prompts that are asked for again. sleeps: start it
     so that it can give its memory back; on a GPU only. keeps: requests that run keep their keys and values when weights
     change; without prefix_caching only. tensor: GPUs, or processes on a CPU, that share each layer; it does not sleep
-    with several.
+    with several. adapter_rank: highest rank of adapters that are kept beside the weights; 0 where there are none.
     """
 
     dtype: torch.dtype
@@ -73,6 +73,7 @@ class VllmSettings:
     sleeps: bool = False
     keeps: bool = False
     tensor: int = 1
+    adapter_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,9 @@ class VllmCore:
                 arguments["tensor_parallel_size"] = settings.tensor
                 arguments["distributed_executor_backend"] = "mp"
                 arguments["worker_extension_cls"] = workers.extension
+            if settings.adapter_rank:
+                arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+                arguments["max_lora_rank"] = _room_for(settings.adapter_rank)
             try:
                 with _threads_of_workers(settings.tensor):
                     self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -152,6 +156,7 @@ class VllmCore:
         self._greedy: set[str] = set()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
         self._workers = workers
+        self._adapters: Any = None
         self._sleeps = settings.sleeps
         self._keeps = settings.keeps
         self._asleep: list[str] = []
@@ -274,20 +279,24 @@ class VllmCore:
 
     # Weights.
 
-    def push(self, weights: Mapping[str, Tensor]) -> None:
+    def push(self, weights: Mapping[str, Tensor], adapters: Path | None = None) -> None:
         """Put all weights into the model, and forget everything that was computed with others.
 
         Requests that run keep their tokens; their keys and values are computed anew, unless it was started to keep
         them.
 
         Args:
-            weights: by the names of Hugging Face, on any device and in any number format.
+            weights: by the names of Hugging Face, on any device and in any number format; none where those that it has
+                are to stay.
+            adapters: a folder of peft's form, needed until this returns; they take the place of those that it had.
 
         Raises:
             RunFailure: vLLM could not take them, or holds other values than these.
         """
         try:
-            stale = self._put(weights)
+            stale = self._put(weights) if weights else []
+            if adapters is not None:
+                self._put_adapters(adapters)
         except Exception as error:
             raise RunFailure(f"vLLM could not take the weights: {type(error).__name__}: {error}") from error
         if stale:
@@ -326,6 +335,14 @@ class VllmCore:
         vllm_weights.load(self._worker, weights.items(), Sent.of(weights))
         return vllm_weights.stale(self._model, weights)
 
+    def _put_adapters(self, folder: Path) -> None:
+        """Under one number for ever, so that requests that run go on with the new ones."""
+        from vllm.lora.request import LoRARequest
+
+        if not self._core.add_lora(LoRARequest("policy", 1, str(folder), load_inplace=True)):
+            raise RunFailure("it keeps adapters of its own")
+        self._adapters = LoRARequest("policy", 1, str(folder))
+
     def _call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
         told: list[Any] = self._core.collective_rpc(method, timeout=_RPC_SECONDS, args=arguments)
         return told
@@ -350,7 +367,9 @@ class VllmCore:
 
     def _add(self, request: str, tokens: Sequence[int], params: Any) -> None:
         prompt = {"type": "token", "prompt_token_ids": list(tokens)}
-        made = self._engine.input_processor.process_inputs(request, prompt, params, supported_tasks=self._tasks)
+        made = self._engine.input_processor.process_inputs(
+            request, prompt, params, supported_tasks=self._tasks, lora_request=self._adapters
+        )
         self._core.add_request(made)
 
     @contextmanager
@@ -402,6 +421,12 @@ def _cache_gib(config: Any, settings: VllmSettings) -> int:
     kept = 2 * config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads) * size
     needed = kept * settings.dtype.itemsize * settings.context * settings.max_sequences
     return min(_MOST_CACHE_GIB, max(1, -(-needed // 2**30)))
+
+
+def _room_for(rank: int) -> int:
+    """The smallest rank that vLLM has room for and that is not below this one."""
+    known = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+    return next((one for one in known if one >= rank), rank)
 
 
 def _write_config(config: Any, architecture: str, dtype: torch.dtype, folder: Path) -> None:

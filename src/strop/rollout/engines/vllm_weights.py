@@ -6,7 +6,8 @@ tensor-parallel engine, and on some devices keeps them in a form of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,10 +108,31 @@ def as_they_are(found: Mapping[str, Place], sent: Sent) -> bool:
     return all(name in found or sent.same_as.get(name) in found for name in sent.shapes)
 
 
+@contextmanager
+def adapters_aside(model: nn.Module) -> Iterator[nn.Module]:
+    """The model without vLLM's wrappers of layers that adapters may sit on.
+
+    What a wrapped layer's weights are called, and whether vLLM's loaders find them, changes from version to version.
+    """
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "base_layer") and hasattr(child, "set_lora")
+    ]
+    for parent, name, child in wrapped:
+        setattr(parent, name, child.base_layer)
+    try:
+        yield model
+    finally:
+        for parent, name, child in wrapped:
+            setattr(parent, name, child)
+
+
 def stale(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
     """Names whose values in vLLM's model are not these, of those that it keeps in their own form."""
-    found = places(model, Sent.of(weights).shapes)
-    with torch.no_grad():
+    with torch.no_grad(), adapters_aside(model):
+        found = places(model, Sent.of(weights).shapes)
         differ = [
             (live != weights[name][part].to(live.device, live.dtype)).any() for name, (live, part) in found.items()
         ]
@@ -126,8 +148,7 @@ def load(worker: Any, weights: Iterable[tuple[str, Tensor]], sent: Sent, *, rank
     Args:
         weights: by the names of Hugging Face, whole, on any device and in any number format; `sent` describes them.
     """
-    model = worker.model_runner.get_model()
-    with torch.no_grad():
+    with torch.no_grad(), adapters_aside(worker.model_runner.get_model()) as model:
         found = places(model, sent.shapes, rank=rank, size=size)
         if worker.vllm_config.model_config.quantization is None and as_they_are(found, sent):
             model.load_weights(weights)
