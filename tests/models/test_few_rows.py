@@ -76,3 +76,66 @@ def test_after_a_failure_all_is_as_before() -> None:
         raise ValueError("stop")
     assert all("forward" not in vars(layer) for layer in model)
     assert not few_rows._wanted.get()
+
+
+def adapted(**changes: Any) -> Any:
+    """Two layers with adapters of rank 4, whose B is no zero."""
+    from peft import LoraConfig, get_peft_model
+
+    from strop.models.adapters import compute_like_inputs
+
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": ["0", "2"], "init_lora_weights": False, **changes}
+    model = get_peft_model(layers(), LoraConfig(**settings)).eval()
+    compute_like_inputs(model)
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("rank_stabilised", [False, True])
+def test_plain_adapters_are_added_in_the_same_call(rows: int, rank_stabilised: bool) -> None:
+    model, x = adapted(use_rslora=rank_stabilised), torch.randn(2, rows, 512)
+    own = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    with torch.no_grad():
+        expected = model(x)
+        with few_rows.few_rows(model), mock.patch.object(type(own[0]), "forward", side_effect=AssertionError):
+            found = model(x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad(), model.disable_adapter():
+        without = model(x)
+        with few_rows.few_rows(model):
+            torch.testing.assert_close(model(x), without, rtol=1e-5, atol=1e-6)
+    assert (without - expected).abs().max() > 1e-2
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: adapted(use_dora=True),
+        lambda: adapted(lora_bias=True),
+        lambda: adapted(lora_dropout=0.5).train(),
+        lambda: adapted().bfloat16(),
+        adapted,
+    ],
+    ids=["dora", "bias", "dropout", "bfloat16", "none of it"],
+)
+def test_other_adapters_are_left_to_peft(changed: Any, request: pytest.FixtureRequest) -> None:
+    model = changed()
+    own = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    taken = [few_rows._added(layer) is not None for layer in own]
+    assert taken == [request.node.callspec.id == "none of it"] * 2
+    if request.node.callspec.id != "dropout":
+        x = torch.randn(2, 512, dtype=own[0].weight.dtype)
+        with torch.no_grad():
+            expected = model(x)
+            with few_rows.few_rows(model):
+                torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_merged_adapters_are_not_added_twice() -> None:
+    model, x = adapted(), torch.randn(2, 512)
+    with torch.no_grad():
+        expected = model(x)
+        model.merge_adapter()
+        with few_rows.few_rows(model):
+            torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)

@@ -6,10 +6,12 @@ reads it once, where it lies: a pass of four tokens over SmolLM2-135M takes thre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from strop.models.replaced import replaced
 MOST = 16
 SMALLEST = 1 << 17
 
+Added = list[tuple[Tensor, Tensor, float]]
+
 _wanted: ContextVar[bool] = ContextVar("products of a few rows", default=False)
 
 
@@ -27,16 +31,28 @@ _wanted: ContextVar[bool] = ContextVar("products of a few rows", default=False)
 def few_rows(model: nn.Module) -> Iterator[None]:
     """While this is entered, float32 products of a few rows with a weight on a CPU go to oneDNN, without gradients.
 
-    Whatever else is computed, and weights that are divided among ranks, stay as they are. So do modules whose forward
-    somebody else has replaced.
+    Plain adapters (LoRA) are added in the same call, where their layers in peft would start a dozen modules and
+    operations for each. Whatever else is computed, and weights that are divided among ranks, stay as they are. So do
+    modules whose forward somebody else has replaced.
     """
     if not available() or torch.is_grad_enabled() or next(model.parameters()).device.type != "cpu":
         yield
         return
-    layers = [module for module in model.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
+    forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+    left = [model]
+    while left:
+        module = left.pop()
+        if "forward" in vars(module):
+            left += _children(module)
+        elif type(module) is nn.Linear:
+            forwards.append((module, partial(_forward, module)))
+        elif (added := _added(module)) is not None:
+            forwards.append((module, partial(_adapted, module.base_layer, added)))
+        else:
+            left += _children(module)
     token = _wanted.set(True)
     try:
-        with replaced([(layer, partial(_forward, layer)) for layer in layers]):
+        with replaced(forwards):
             yield
     finally:
         _wanted.reset(token)
@@ -51,6 +67,46 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, layer.weight, layer.bias)
+
+
+def _adapted(base: nn.Linear, added: Added, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    """LoRA (arXiv 2106.09685): x W^T + s (x A^T) B^T, dropout off."""
+    result = linear(x, base.weight, base.bias)
+    rows, flat = result.view(-1, result.shape[-1]), x.reshape(-1, x.shape[-1])
+    for a, b, scale in added:
+        rows.addmm_(flat @ a.T, b.T, alpha=scale)
+    return result
+
+
+def _added(module: nn.Module) -> Added | None:
+    """(A [rank, in], B [out, rank], scale) of each adapter that a layer adds; None where it is no layer of peft's whose
+    adapters are two plain float32 matrices."""
+    layers = sys.modules.get("peft.tuners.lora.layer")
+    if layers is None or type(module) is not layers.Linear:
+        return None
+    lora: Any = module
+    if lora.disable_adapters or lora.merged or lora.fan_in_fan_out or lora.lora_variant:
+        return None
+    base = lora.base_layer
+    if type(base) is not nn.Linear or "forward" in vars(base) or base.weight.dtype != torch.float32:
+        return None
+    added = []
+    for name in lora.active_adapters:
+        if name not in lora.lora_A:
+            continue
+        if module.training and not isinstance(lora.lora_dropout[name], nn.Identity):
+            return None
+        for factor in (lora.lora_A[name], lora.lora_B[name]):
+            weight = factor.weight
+            plain = isinstance(factor, nn.Linear) and type(weight) is nn.Parameter and weight.dtype == torch.float32
+            if not plain or factor.bias is not None or "forward" in vars(factor):
+                return None
+        added.append((lora.lora_A[name].weight, lora.lora_B[name].weight, float(lora.scaling[name])))
+    return added
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module._modules.values() if child is not None]
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -184,7 +184,7 @@ class SingleDeviceTrainer:
 
     def evaluate(self, batch: TokenBatch, objective: Objective) -> dict[str, float]:
         """The loss and its metrics on a batch that is not trained, in evaluation mode, as `update` reports them."""
-        self.model.eval()
+        self._without_dropout()
         totals = Totals()
         denominators = objective.denominators(batch)
         with torch.no_grad():
@@ -198,7 +198,7 @@ class SingleDeviceTrainer:
 
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
-        self.model.eval()
+        self._without_dropout()
         streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
         packed = padded(pack(streams), self._ranks_of.multiple)
         inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
@@ -256,10 +256,15 @@ class SingleDeviceTrainer:
         if self._input_begins:
             self.model.disable_input_require_grads()
 
+    def _without_dropout(self) -> None:
+        # A walk through all modules takes as long as some layers do.
+        if self.model.training:
+            self.model.eval()
+
     @contextmanager
     def _as(self, role: Role) -> Iterator[Whole]:
         """The model that plays a role."""
-        self.model.eval()
+        self._without_dropout()
         if role == "policy":
             yield self._whole
         elif self._adapters:
