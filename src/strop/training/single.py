@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,41 +17,24 @@ from strop.algorithms.batch import TokenBatch
 from strop.config.model import Recompute
 from strop.config.training import OptimizerSettings
 from strop.models.adaptive import adaptive_ranks
-from strop.models.attention import Plan, running
 from strop.models.blocks import ChangedBlocks
 from strop.models.consistent_mode import frozen_copy
 from strop.models.few_rows import few_rows
-from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
+from strop.models.forward import packed_inputs
 from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
-from strop.models.scalar import packed_scores
 from strop.training.batching import MicroBatch, Passes, filler, micro_batches, mini_batches
+from strop.training.forwards import Forwards, Given, Head
 from strop.training.optimizer import MasterOptimizer
 from strop.training.parallel.ranks import Alone, Whole
 from strop.training.protocol import Role
-from strop.training.ranges import named, named_plan
+from strop.training.ranges import named
 from strop.training.snapshot import Held
 from strop.training.store import VALUE_HEAD, Store
 from strop.training.targets import forward_on_targets
 from strop.training.totals import Totals
 from strop.training.update_rules import outer_weights
-
-Head = Literal["logprobs", "score", "value"]
-
-
-@dataclass
-class Given:
-    """What a pass gives for the trained tokens, [N] each: log-probabilities or scores, entropies, and the values of a
-    head on the same backbone."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    values: Tensor
-
-    def all(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As a tuple, in which FSDP looks for tensors with a gradient."""
-        return self.logprobs, self.entropy, self.values
 
 
 class SingleDeviceTrainer:
@@ -101,7 +83,6 @@ class SingleDeviceTrainer:
         self.model: Any = model
         self._ranks_of = Alone() if ranks is None else ranks
         self.device = next(model.parameters()).device
-        self._head = head
         self._neftune_alpha = neftune_alpha
         self._temperature = temperature
         self._budget = budget
@@ -120,7 +101,8 @@ class SingleDeviceTrainer:
         self._value_head = value_head
         outer = outer_weights(model)
         store = Store(model, self._ranks_of, moving=self._ranks)
-        self._blocks = ChangedBlocks(model, compiled=compiled, recompute=recompute) if compiled or recompute else None
+        blocks = ChangedBlocks(model, compiled=compiled, recompute=recompute) if compiled or recompute else None
+        self._forwards = Forwards(model, self._ranks_of, blocks, head, chunk)
         self._whole = self._ranks_of.divide(model, value_head=value_head)
         trained = list(model.named_parameters())
         scales = {}
@@ -148,8 +130,8 @@ class SingleDeviceTrainer:
             # The same cuts as in `update`, so that the first mini-batch finds the same numbers bit for bit.
             for part in mini_batches(batch, self._parts):
                 for micro in self._divided(batch.select(part)):
-                    with self._running(whole.model, self._plan(micro)):
-                        given = self._forward(whole, micro, "none")
+                    with self._forwards.running(whole.model, self._forwards.plan(micro)):
+                        given = self._forwards.trained(whole, micro, "none", self._temperature)
                     places = self._places(batch, part[micro.sequences])
                     out[places], values[places] = given.logprobs.cpu(), given.values.cpu()
             self._ranks_of.rest(whole)
@@ -189,7 +171,7 @@ class SingleDeviceTrainer:
         denominators = objective.denominators(batch)
         with torch.no_grad():
             for micro in self._cut(batch, objective):
-                with self._running(self.model, self._plan(micro)):
+                with self._forwards.running(self.model, self._forwards.plan(micro)):
                     _, found, terms, entropy = self._loss(micro, objective, denominators)
                 if found is not None:
                     totals.add(terms, found, micro, entropy, int(batch.loss_mask.sum()), denominators[""])
@@ -203,10 +185,9 @@ class SingleDeviceTrainer:
         packed = padded(pack(streams), self._ranks_of.multiple)
         inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
         # Compiled blocks have their own products, and would be compiled anew for others.
-        compiled = self._blocks is not None and self._blocks.compiled
-        few = nullcontext() if compiled else few_rows(self.model)
-        with torch.no_grad(), few, self._running(self.model, self._ranks_of.plan(inputs.attention)):
-            flat = self._whole(lambda: self._compute(self._whole, inputs, "none", temperature=1.0)).logprobs
+        few = nullcontext() if self._forwards.compiled else few_rows(self.model)
+        with torch.no_grad(), few, self._forwards.running(self.model, self._ranks_of.plan(inputs.attention)):
+            flat = self._whole(lambda: self._forwards.compute(self._whole, inputs, "none", 1.0)).logprobs
             self._ranks_of.rest(self._whole)
         pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
         return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
@@ -275,80 +256,6 @@ class SingleDeviceTrainer:
         else:
             raise ValueError("this trainer was made without a reference")
 
-    @contextmanager
-    def _running(self, model: Any, plan: Plan) -> Iterator[None]:
-        """A plan for a model's attention, and how its blocks are computed, for one pass."""
-        blocks = self._blocks if model is self.model else None
-        with running(model, named_plan(plan)), nullcontext() if blocks is None else blocks.used():
-            yield
-
-    def _plan(self, micro: MicroBatch) -> Plan:
-        return self._ranks_of.plan(micro.inputs.attention)
-
-    def _forward(
-        self,
-        whole: Whole,
-        micro: MicroBatch,
-        entropy: Entropy,
-        hits: Tensor | None = None,
-        *,
-        frozen: bool = False,
-        even: bool = False,
-    ) -> Given:
-        """What the model gives for the trained tokens. frozen: only the value head has a gradient. even: see
-        `linear_logprobs`."""
-        if not len(micro.trained) and not self._ranks_of.passes_together:
-            empty = torch.zeros(0, device=self.device)
-            return Given(empty, empty, empty)
-        found = whole(
-            lambda: self._compute(whole, micro.inputs, entropy, self._temperature, hits, frozen=frozen, even=even).all()
-        )
-        return Given(*found)
-
-    def _compute(
-        self,
-        whole: Whole,
-        inputs: PackedInputs,
-        entropy: Entropy,
-        temperature: float,
-        hits: Tensor | None = None,
-        *,
-        frozen: bool = False,
-        even: bool = False,
-    ) -> Given:
-        """The forward pass, from the packed row to what is asked of its wanted tokens."""
-        ranks, model = self._ranks_of, whole.model
-        places = inputs.places if self._head == "score" else inputs.predictors
-        mine, count = ranks.mine(inputs, places), len(places)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            with named("blocks"):
-                hidden = ranks.hidden(model, inputs)
-            if self._head != "logprobs":
-                at_head = ranks.at(hidden, places, vocabulary=False)
-                scores = ranks.together(packed_scores(model, at_head), mine, count)
-                return Given(scores, torch.zeros_like(scores), torch.zeros_like(scores))
-            own_hits = hits if mine is None or hits is None else hits.new_zeros(len(mine))
-            with named("output head"):
-                logprobs, spread = token_logprobs(
-                    model,
-                    ranks.at(hidden, places, vocabulary=True),
-                    inputs.targets if mine is None else inputs.targets[mine],
-                    temperature=temperature,
-                    chunk=self._chunk,
-                    entropy=entropy,
-                    hits=own_hits,
-                    even=even,
-                    vocabulary=ranks.vocabulary(),
-                )
-            logprobs = ranks.together(logprobs, mine, count)
-            spread = ranks.together(spread, mine, count)
-            if hits is not None and own_hits is not None and mine is not None:
-                hits.copy_(ranks.together(own_hits, mine, count))
-        if whole.value_head is None:
-            return Given(logprobs, spread, torch.zeros_like(spread))
-        at_head = ranks.at(hidden, places, vocabulary=False)
-        return Given(logprobs, spread, ranks.together(whole.value_head(at_head.float())[:, 0], mine, count))
-
     def _mini_batch(
         self, batch: TokenBatch, objective: Objective, totals: Totals, *, first: bool
     ) -> list[tuple[Tensor, Tensor]]:
@@ -366,7 +273,8 @@ class SingleDeviceTrainer:
             cut = self._cut(batch, objective, share=not self._neftune_alpha)
         for at, micro in enumerate(cut, start=1):
             self._ranks_of.begin(self._whole, last=at == len(cut))
-            with self._running(self.model, self._plan(micro)), self._noise(micro), named("loss"):
+            running = self._forwards.running(self.model, self._forwards.plan(micro))
+            with running, self._noise(micro), named("loss"):
                 given, found, terms, entropy = self._loss(micro, objective, denominators)
                 if len(micro.trained):
                     torch.stack(list(terms.values())).sum().backward()
@@ -441,10 +349,11 @@ class SingleDeviceTrainer:
             hits = None
             if getattr(objective, "needs_hits", False):
                 hits = torch.zeros(len(micro.trained), device=self.device)
-            given = self._forward(
+            given = self._forwards.trained(
                 self._whole,
                 micro,
                 wanted,
+                self._temperature,
                 hits,
                 frozen=getattr(objective, "head_alone", False),
                 even=getattr(objective, "counts_alike", False),
