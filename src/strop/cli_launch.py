@@ -178,8 +178,9 @@ def _prepared(
     seconds: int | None = None,
 ) -> tuple[Job, Config | PipelineConfig, int]:
     """The job, the recipe that it runs, and the GPUs that the recipe needs."""
-    from strop.cluster.launch.job import Job, attaching, check_fits
+    from strop.cluster.launch.job import Job, attaching
     from strop.config.pipeline_loading import load_recipe
+    from strop.loops.spread import check_fits
 
     given = list(overrides or [])
     given += attaching(recipe, given)

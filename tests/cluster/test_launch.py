@@ -189,8 +189,15 @@ def test_the_schema_refuses_what_kuberay_would(folder: Path) -> None:
         (["cluster.kind=local"], "`cluster.kind` is set by `strop launch`"),
         (["cluster.address=ray://h:1"], "`cluster.address` is set by `strop launch`"),
         (LARGE, "needs 12 GPUs (8 trainer ranks + 4 engines), and 1 node x 8 GPUs make 8"),
-        (["--gpus-per-node", "0", "hardware.device=cuda"], "needs 1 GPU (1 trainer rank + that of the trainer), and"),
+        (
+            ["--gpus-per-node", "0", "hardware.device=cuda"],
+            "needs 1 GPU (1 trainer rank, whose GPU the engine shares), and",
+        ),
         (["--gpus-per-node", "1", "cluster.engines.placement=separate"], "needs 2 GPUs (1 trainer rank + 1 engine)"),
+        (
+            ["--gpus-per-node", "4", "rollout.engine.kind=vllm", "rollout.engine.tensor=4"],
+            "needs 5 GPUs (1 trainer rank + 1 engine of 4 GPUs), and 1 node x 4 GPUs make 4",
+        ),
         (["--output", "r.yaml", "--force"], "this would replace the recipe"),
         (["--output", "no/where.sh"], "there is no folder no"),
         (["--output", "."], "is a folder"),
@@ -204,6 +211,38 @@ def test_what_would_not_run_is_refused_and_nothing_written(
     assert text in result.stderr
     assert [path.name for path in folder.iterdir()] == ["r.yaml"]
     assert (folder / "r.yaml").read_text() == RECIPE
+
+
+SUPERVISED = """
+model: {create: {characters: "0123456789+=", hidden_size: 32, layers: 1, heads: 2, context: 32}}
+data: {train: {path: "strop.data.arithmetic:problems", arguments: {count: 40, digits: 1}}}
+supervised: {method: sft, batch_size: 4}
+hardware: {device: cuda}
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "needed"),
+    [
+        (RECIPE, [], 1),
+        (RECIPE, ["cluster.engines.count=3"], 4),
+        (RECIPE, ["rollout.engine.kind=vllm", "rollout.engine.tensor=2", "cluster.engines.count=2"], 5),
+        (RECIPE, ["rollout.max_staleness=1"], 2),
+        # Nothing is sampled, or somebody else does it.
+        (SUPERVISED, ["cluster.trainer.ranks=8"], 8),
+        (RECIPE, ["cluster.trainer.ranks=8", "rollout.engine={kind: openai, server: {urls: ['http://h:1']}}"], 8),
+    ],
+)
+def test_gpus_that_are_needed(folder: Path, recipe: str, changes: list[str], needed: int) -> None:
+    (folder / "r.yaml").write_text(recipe)
+    result = launch("ray", "--gpus-per-node", "8", *changes)
+    assert result.exit_code == 0, result.stderr
+    assert f"1 x 8 GPUs, of which the recipe needs {needed}" in result.stdout
+
+
+def test_one_gpu_is_shared_by_what_would_be_apart_on_two(folder: Path) -> None:
+    result = launch("ray", "--gpus-per-node", "1", "rollout.max_staleness=1")
+    assert "of which the recipe needs 1" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from strop.loops.prepare_examples import PreparedExamples
 from strop.loops.rank_host import Facts, Task
 from strop.loops.remote_publisher import RemotePublisher
 from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
-from strop.loops.spread import colocated, device_of, settled
+from strop.loops.spread import device_of, engines_apart, settled
 from strop.models.load import Loaded
 from strop.rollout.engine import Engine
 from strop.rollout.windows import cancel
@@ -110,13 +110,13 @@ class Processes:
         world: World | None = getattr(prepared, "world", None)
         check_workers(config, world)
         asked = settings.environments.workers if world is not None else 0
-        count = settings.trainer.ranks + _engines_apart(config)
+        count = settings.trainer.ranks + engines_apart(config)
         session = open_session(settings.address, cpus=count + (0 if asked == "auto" else asked))
         supervisor = Supervisor(settings.supervision)
         logs = Path(tempfile.mkdtemp(prefix=".starting-", dir=_made(Path(config.run.folder))))
         device, why = device_of(config, prepared.hardware.device.type, session.gpus())
         config, apart = settled(config, device, session.gpus())
-        engines = _engines_apart(config)
+        engines = engines_apart(config)
         count = settings.trainer.ranks + engines
         together = engines == 0 and config.supervised is None and not served(config)
         # One is the driver's.
@@ -336,13 +336,6 @@ class Processes:
         assert self._publisher is not None
         assert isinstance(engine, RemoteEngine)
         await self._publisher.give(engine.worker)
-
-
-def _engines_apart(config: Config) -> int:
-    """How many engines have a process of their own."""
-    if config.supervised is not None or served(config):
-        return 0
-    return 0 if colocated(config) else config.cluster.engines.count
 
 
 def _made(folder: Path) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from strop.cluster.placement import Device
 from strop.config import Config
 from strop.config.cluster import ClusterSettings, EnvironmentPlacement, PublishingSettings
+from strop.config.pipeline import PipelineConfig
 from strop.errors import ConfigError, UserError
 
 
@@ -42,6 +43,45 @@ def colocated(config: Config, *, ahead: bool | None = None) -> bool:
             mend="leave it on auto, or set engines and ranks to 1 and placement to colocated",
         )
     return chosen
+
+
+def engines_apart(config: Config) -> int:
+    """How many engines have a process of their own. Raises ConfigError as `colocated`."""
+    if config.supervised is not None or config.rollout.engine.server is not None or colocated(config):
+        return 0
+    return config.cluster.engines.count
+
+
+def check_fits(settings: Config | PipelineConfig, nodes: int, gpus: int) -> int:
+    """The GPUs that a recipe takes at once on a cluster; of a pipeline, those of its largest stage.
+
+    Args:
+        gpus: GPUs of each node; 0 leaves everything on CPUs, unless the recipe asks for `cuda`.
+
+    Raises:
+        UserError: the nodes have fewer. ConfigError: placement, transport and numbers do not go together.
+    """
+    if isinstance(settings, PipelineConfig):
+        return max(check_fits(stage, nodes, gpus) for stage in settings.stages.values())
+    device, ranks, tensor = settings.hardware.device, settings.cluster.trainer.ranks, settings.rollout.engine.tensor
+    if device in ("cpu", "mps") or (device == "auto" and gpus == 0):
+        return 0
+    config, _ = settled(settings, "cuda", nodes * gpus)
+    engines = engines_apart(config)
+    needed = ranks + engines * tensor
+    if needed > nodes * gpus:
+        parts = [_count(ranks, "trainer rank")]
+        if engines:
+            parts.append(_count(engines, "engine") + (f" of {tensor} GPUs" if tensor > 1 else ""))
+        elif config.supervised is None and config.rollout.engine.server is None:
+            parts[0] += ", whose GPU the engine shares"
+        raise UserError(
+            f"the recipe needs {_count(needed, 'GPU')} ({' + '.join(parts)}), and "
+            f"{_count(nodes, 'node')} x {_count(gpus, 'GPU')} make {nodes * gpus}",
+            where="cluster.trainer.ranks" + (", cluster.engines.count" if engines else ""),
+            mend="give more with --nodes or --gpus-per-node, or ask for fewer in the recipe",
+        )
+    return needed
 
 
 def settled(config: Config, device: Device, gpus: int) -> tuple[Config, tuple[str, ...]]:
@@ -112,8 +152,12 @@ def _idle(key: str, why: str, mend: str = "") -> UserError:
     return UserError(f"`{key}` has no effect {why}", where=key, mend=mend or "remove the line")
 
 
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
 def _refused(what: str, *, where: str, mend: str) -> ConfigError:
     return ConfigError([UserError(what, where=where, mend=mend)])
 
 
-__all__ = ["colocated", "device_of", "idle_in_cluster", "settled"]
+__all__ = ["check_fits", "colocated", "device_of", "engines_apart", "idle_in_cluster", "settled"]

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.config import Config
 from strop.config.loading import is_pipeline, read_layers
-from strop.config.pipeline import PipelineConfig
 from strop.errors import UserError
 from strop.paths import user_path
 
@@ -70,37 +68,6 @@ def attaching(recipe: Path, overrides: Sequence[str]) -> list[str]:
                 mend="remove it; `strop train` attaches to a cluster that is there already",
             )
     return [f"{prefix}{key}={value}" for prefix in prefixes for key, value in _SETS.items()]
-
-
-def check_fits(settings: Config | PipelineConfig, nodes: int, gpus: int) -> int:
-    """The GPUs that a recipe needs at once; of a pipeline, those of its largest stage.
-
-    Args:
-        gpus: GPUs of each node; 0 leaves everything on CPUs, unless the recipe asks for `cuda`.
-
-    Raises:
-        UserError: the nodes have fewer.
-    """
-    if isinstance(settings, PipelineConfig):
-        return max(check_fits(stage, nodes, gpus) for stage in settings.stages.values())
-    device, trainer, engines = settings.hardware.device, settings.cluster.trainer.ranks, settings.cluster.engines
-    if device in ("cpu", "mps") or (device == "auto" and gpus == 0):
-        return 0
-    shared = trainer == engines.count == 1 and engines.placement != "separate"
-    needed = trainer if shared else trainer + engines.count
-    if needed > nodes * gpus:
-        engine = "that of the trainer" if shared else _count(engines.count, "engine")
-        raise UserError(
-            f"the recipe needs {_count(needed, 'GPU')} ({_count(trainer, 'trainer rank')} + {engine}), and "
-            f"{_count(nodes, 'node')} x {_count(gpus, 'GPU')} make {nodes * gpus}",
-            where="cluster.trainer.ranks, cluster.engines.count",
-            mend="give more with --nodes or --gpus-per-node, or ask for fewer in the recipe",
-        )
-    return needed
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def slurm_name(stem: str) -> str:
