@@ -178,6 +178,17 @@ async def test_adapters_reach_every_rank() -> None:
 
 
 @in_one_loop
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+async def test_ranks_are_not_stopped_by_what_asks_the_run_to_stop(core: VllmCore, asked: signal.Signals) -> None:
+    engine = await engine_of(core)
+    for pid in workers_of(core):
+        os.kill(pid, asked)
+    await asyncio.sleep(0.2)
+    (found,) = await sample(engine, [request()])
+    assert np.abs(np.asarray(found.logprobs) - logprobs_of(MODEL, request(), found)).max() < 1e-4
+
+
+@in_one_loop
 async def test_a_killed_rank_is_told_and_none_is_left() -> None:
     core = core_of()
     try:

@@ -8,7 +8,8 @@ together, keeps its share by vLLM's own loaders, and compares what it then holds
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+import signal
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -20,6 +21,7 @@ from strop.publishing.checksums import checksum, checksums
 from strop.publishing.manifest import Recording, dtype_named
 from strop.publishing.transports.ipc import IpcSender, IpcTaker
 from strop.publishing.transports.protocol import Offer
+from strop.rollout.engines.vllm_core import Call
 from strop.rollout.engines.vllm_weights import Place, Sent, adapters_aside, load, places
 
 _BUCKET = 64 << 20
@@ -31,6 +33,17 @@ class WorkerExtension:
     rank: int
     vllm_config: Any
     model_runner: Any
+
+    def strop_begin(self) -> None:
+        """Leave what asks a run to stop to the process that drives it: it ends its step, saves, and then ends this one.
+        A terminal and Slurm send these signals to every process of a run."""
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.SIG_IGN)
+
+    def strop_end(self) -> None:
+        """Be stopped by signals again: vLLM ends its workers by one."""
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.SIG_DFL)
 
     def strop_take(self, offer: Offer, sent: Sent) -> list[str]:
         """Take a version of the weights into the model of this worker.
@@ -81,7 +94,15 @@ class IntoWorkers:
         self._sender: IpcSender | None = None
         self._number = 0
 
-    def push(self, call: Callable[[str, tuple[Any, ...]], list[Any]], weights: Mapping[str, Tensor]) -> list[str]:
+    def begin(self, call: Call) -> None:
+        """What is to be done once in each worker. call: see `push`."""
+        call("strop_begin", ())
+
+    def end(self, call: Call) -> None:
+        """What is to be done in each worker before vLLM ends it. call: see `push`."""
+        call("strop_end", ())
+
+    def push(self, call: Call, weights: Mapping[str, Tensor]) -> list[str]:
         """Bring weights to all workers.
 
         Args:

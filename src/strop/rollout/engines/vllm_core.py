@@ -14,7 +14,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,8 +44,16 @@ class Workers(Protocol):
 
     extension: str
 
+    def begin(self, call: Call) -> None:
+        """What is to be done once in each of them."""
+        ...
+
     def push(self, call: Call, weights: Mapping[str, Tensor]) -> list[str]:
         """Bring weights to all of them; returns the names of tensors of which one holds other values."""
+        ...
+
+    def end(self, call: Call) -> None:
+        """What is to be done before vLLM ends them."""
         ...
 
     def close(self) -> None: ...
@@ -160,6 +168,8 @@ class VllmCore:
         self._sleeps = settings.sleeps
         self._keeps = settings.keeps
         self._asleep: list[str] = []
+        if workers is not None:
+            workers.begin(self._call)
         self._kept: dict[str, vllm_sleep.Kept] = {}
 
     # Requests.
@@ -320,9 +330,11 @@ class VllmCore:
                 self.wake_weights()
                 self.wake_cache()
         finally:
-            self._core.shutdown()
             if self._workers is not None:
+                with suppress(Exception):  # some of them may be lost
+                    self._workers.end(self._call)
                 self._workers.close()
+            self._core.shutdown()
             if self._sleeps:
                 # Whatever of it is still held keeps its pages in the pool.
                 self._engine = self._core = None
