@@ -67,8 +67,7 @@ def episode_records(
         edges = np.cumsum(batch.lengths().numpy()).tolist()
         for record, (start, end) in zip(records, pairwise([0, *edges]), strict=True):
             record.advantages, record.trainer_logprobs = advantages[start:end], logprobs[start:end]
-    records += [_record(episode, stream, prompts) for episode in failed for stream in episode.streams()]
-    return records
+    return records + _records(failed, prompts)
 
 
 def records_beside(
@@ -78,7 +77,7 @@ def records_beside(
     order in which they were."""
     compared = [baselines[number] for number in sorted(baselines)]
     episodes = [*compared, *(episode for group in discarded for episode in group.episodes)]
-    return [_record(episode, stream, prompts) for episode in episodes for stream in episode.streams()]
+    return _records(episodes, prompts)
 
 
 class PromptTexts:
@@ -110,6 +109,10 @@ def sample_of(groups: Sequence[Group], prompts: PromptTexts, step: int) -> Sampl
         correct=chosen.correct,
         answer=prompts.answer(chosen),
     )
+
+
+def _records(episodes: Sequence[Episode], prompts: PromptTexts) -> list[EpisodeRecord]:
+    return [_record(episode, stream, prompts) for episode in episodes for stream in episode.streams()]
 
 
 def _record(episode: Episode, stream: TokenStream, prompts: PromptTexts) -> EpisodeRecord:

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from strop.rollout.collector import GREEDY
-from strop.rollout.episode import Episode, Group, Status, TokenStream
+from strop.rollout.episode import Episode, Group, Status, TurnId
 from strop.tracking.episodes import EpisodeRecord, beside, read_episodes
-
-
-@dataclass
-class StoredEpisode(Episode):
-    """An episode as its file has it: its streams, without the turns that made them."""
-
-    stored: list[TokenStream] = field(default_factory=list)
-
-    def streams(self, taken: set[int] | None = None) -> list[TokenStream]:
-        return self.stored
-
-    def sampled_tokens(self) -> int:
-        return sum(int(stream.loss_mask.sum()) for stream in self.stored)
 
 
 class StoredWindow:
@@ -78,38 +65,47 @@ def groups_of(records: Sequence[EpisodeRecord]) -> list[Group]:
     return [Group(part[0].group, part[0].prompt_id, list(episodes_of(part))) for part in parts]
 
 
-def episodes_of(records: Sequence[EpisodeRecord]) -> list[StoredEpisode]:
+def episodes_of(records: Sequence[EpisodeRecord]) -> list[Episode]:
     """The episodes of a group's records, in order; the streams of one follow each other."""
-    found: list[StoredEpisode] = []
+    parts: list[list[EpisodeRecord]] = []
     for record in records:
-        if record.stream == 0 or not found:
-            found.append(_episode(record))
-        found[-1].stored.append(_stream(record))
-    return found
+        if record.stream == 0 or not parts:
+            parts.append([])
+        parts[-1].append(record)
+    return [_episode(part) for part in parts]
 
 
-def _episode(record: EpisodeRecord) -> StoredEpisode:
-    return StoredEpisode(
-        group=record.group,
-        sample=record.sample,
-        row=dict(record.row),
-        prompt_id=record.prompt_id,
-        status=Status(record.status),
-        reward=record.reward,
-        components=dict(record.components),
-        correct=record.correct,
-        detail=record.detail,
-        completion=record.completion_text,
+def _episode(records: Sequence[EpisodeRecord]) -> Episode:
+    first = records[0]
+    episode = Episode(
+        group=first.group,
+        sample=first.sample,
+        row=dict(first.row),
+        prompt_id=first.prompt_id,
+        reward=first.reward,
+        components=dict(first.components),
+        correct=first.correct,
+        detail=first.detail,
+        completion=first.completion_text,
     )
+    for record in records:
+        _append(episode, record)
+    episode.status = Status(first.status)
+    return episode
 
 
-def _stream(record: EpisodeRecord) -> TokenStream:
-    count = len(record.tokens)
-    logprobs, versions = record.sampler_logprobs, record.versions
-    return TokenStream(
-        tokens=record.tokens.astype(np.int64),
-        loss_mask=record.loss_mask.astype(bool),
-        logprobs=np.full(count, np.nan, dtype=np.float32) if logprobs is None else logprobs.astype(np.float32),
-        versions=np.full(count, -1, dtype=np.int32) if versions is None else versions.astype(np.int32),
-        turns=(),
-    )
+def _append(episode: Episode, record: EpisodeRecord) -> None:
+    """Append a stream as a path of its own: what was trained in it as sampled, everything else as read."""
+    assert record.sampler_logprobs is not None
+    assert record.versions is not None
+    edges = [0, *(np.flatnonzero(np.diff(record.loss_mask)) + 1).tolist(), len(record.tokens)]
+    end: TurnId | None = None
+    for part in (slice(*pair) for pair in pairwise(edges)):
+        tokens = record.tokens[part]
+        if end is None:
+            end = episode.append_prompt(tokens)
+        elif record.loss_mask[part.start]:
+            logprobs, versions = record.sampler_logprobs[part], record.versions[part]
+            end = episode.append_sampled(tokens, logprobs, versions, parent=end, finish=record.status)
+        else:
+            end = episode.append_observation(tokens, parent=end)

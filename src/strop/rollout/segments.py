@@ -9,12 +9,12 @@ that turn was worth, and not what came before it. Where the policy plays several
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from strop.rollout.episode import Episode, TokenStream
+from strop.rollout.episode import Episode, TokenStream, streams_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def segments(episodes: Sequence[Episode]) -> list[Segment]:
     for episode in episodes:
         for depth in range(len(episode.branch)):
             behind.setdefault(_unit(episode, depth), []).append(episode.reward)
-    taken: set[int] = set()
-    return [part for episode in episodes for part in _parts(episode, behind, taken)]
+    pairs = zip(episodes, streams_of(episodes), strict=True)
+    return [part for episode, streams in pairs for stream in streams for part in _parts(episode, stream, behind)]
 
 
 def numbered(keys: Iterable[Hashable]) -> list[int]:
@@ -50,25 +50,19 @@ def numbered(keys: Iterable[Hashable]) -> list[int]:
     return [known.setdefault(key, len(known)) for key in keys]
 
 
-def _parts(episode: Episode, behind: dict[Hashable, list[float]], taken: set[int]) -> Iterator[Segment]:
-    for stream in episode.streams(taken):
-        if not episode.branch:
-            cohort = (episode.group, episode.role)
-            yield Segment(episode, stream, episode.reward, cohort, (episode.group, episode.sample))
-            continue
-        for depth in range(len(episode.branch)):
-            part = _between(stream, episode, depth)
-            if part.loss_mask.any():
-                unit = _unit(episode, depth)
-                rewards = behind[unit]
-                yield Segment(
-                    episode,
-                    part,
-                    math.fsum(rewards) / len(rewards),
-                    (episode.group, episode.branch[:depth]),
-                    unit,
-                    ends=depth == len(episode.branch) - 1,
-                )
+def _parts(episode: Episode, stream: TokenStream, behind: dict[Hashable, list[float]]) -> list[Segment]:
+    if not episode.branch:
+        cohort = (episode.group, episode.role)
+        return [Segment(episode, stream, episode.reward, cohort, (episode.group, episode.sample))]
+    found = []
+    for depth in range(len(episode.branch)):
+        part = _between(stream, episode, depth)
+        if part.loss_mask.any():
+            unit = _unit(episode, depth)
+            rewards = behind[unit]
+            worth, cohort = math.fsum(rewards) / len(rewards), (episode.group, episode.branch[:depth])
+            found.append(Segment(episode, part, worth, cohort, unit, ends=depth == len(episode.branch) - 1))
+    return found
 
 
 def _unit(episode: Episode, depth: int) -> Hashable:
