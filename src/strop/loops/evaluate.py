@@ -21,7 +21,7 @@ from strop.rewards.protocol import Scorer
 from strop.rollout.collector import reward_of, score_episodes
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode
-from strop.rollout.player import Player
+from strop.rollout.player import Part, Player
 from strop.rollout.windows import all_or_none
 
 if TYPE_CHECKING:
@@ -70,16 +70,21 @@ async def evaluate(
     total, done = len(chosen) * samples, 0
 
     async def one(number: int, prompt: Prompt) -> list[Episode]:
-        async def roll_out(sample: int) -> list[Episode]:
+        def ended(part: Part) -> None:
             nonlocal done
-            episode = Episode(number, sample * player.most(), dict(prompt.row), prompt.prompt_id)
-            played = await player.play(episode, prompt, settings, (STREAM, number, sample))
             done += 1
             if progress is not None:
                 progress(done, total)
-            return played
 
-        played = await all_or_none([roll_out(sample) for sample in range(samples)])
+        begun = [
+            Part(
+                Episode(number, sample * player.most(), dict(prompt.row), prompt.prompt_id),
+                settings,
+                (STREAM, number, sample),
+            )
+            for sample in range(samples)
+        ]
+        played = await player.play_all(begun, prompt, ended)
         episodes = [episode for parts in played for episode in parts]
         await score_episodes(episodes, prompt, scorer)
         return episodes

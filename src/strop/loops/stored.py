@@ -106,6 +106,6 @@ def _append(episode: Episode, record: EpisodeRecord) -> None:
             end = episode.append_prompt(tokens)
         elif record.loss_mask[part.start]:
             logprobs, versions = record.sampler_logprobs[part], record.versions[part]
-            end = episode.append_sampled(tokens, logprobs, versions, parent=end, finish=record.status)
+            end = episode.append_sampled(tokens, logprobs, versions, parent=end, finish="stop")
         else:
             end = episode.append_observation(tokens, parent=end)

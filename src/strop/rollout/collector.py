@@ -12,9 +12,9 @@ from strop.rewards.protocol import Completed, Reward, Scorer
 from strop.rollout.admission import Admission
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Group, Status
-from strop.rollout.player import Player
+from strop.rollout.player import Part, Player
 from strop.rollout.window_order import Readiness
-from strop.rollout.windows import Windows, all_or_none
+from strop.rollout.windows import Windows
 from strop.rollout.world import PromptLike
 
 GREEDY = -1
@@ -68,12 +68,17 @@ class Collector(Windows[PromptLike]):
         self._tree = tree
 
     async def make_group(self, number: int, prompt: PromptLike, attempt: int = 0) -> Group:
-        samples = [sample * self._most for sample in range(self._group_size)]
-        begun = [
-            Episode(number, sample, dict(prompt.row), prompt.prompt_id)
-            for sample in [*samples, *([GREEDY] if self._greedy else [])]
-        ]
-        played = await all_or_none([self._roll_out(episode, prompt, attempt) for episode in begun])
+        # The draws of another attempt at the same place are others.
+        tail = (0, attempt) if attempt else (0,)
+
+        def part(sample: int, settings: SampleSettings, tree: TreeSettings | None) -> Part:
+            episode = Episode(number, sample, dict(prompt.row), prompt.prompt_id)
+            return Part(episode, settings, (number, sample, *tail), tree)
+
+        parts = [part(sample * self._most, self._settings, self._tree) for sample in range(self._group_size)]
+        if self._greedy:
+            parts.append(part(GREEDY, replace(self._settings, temperature=0.0), None))
+        played = await self._player.play_all(parts, prompt, self._part_ended)
         episodes = list(chain.from_iterable(played[: self._group_size]))
         baseline = list(chain.from_iterable(played[self._group_size :]))
         if self._scorer is not None:
@@ -81,15 +86,8 @@ class Collector(Windows[PromptLike]):
                 await score_episodes([*episodes, *baseline], prompt, self._scorer)
         return Group(number, prompt.prompt_id, episodes, baseline[0] if baseline else None)
 
-    async def _roll_out(self, episode: Episode, prompt: PromptLike, attempt: int) -> list[Episode]:
-        # The draws of another attempt at the same place are others.
-        stream = (episode.group, episode.sample, 0, *([attempt] if attempt else []))
-        greedy = episode.sample == GREEDY
-        settings = replace(self._settings, temperature=0.0) if greedy else self._settings
-        tree = None if greedy else self._tree
-        played = await self._player.play(episode, prompt, settings, stream, tree=tree)
-        self._completed(episode.group, self._player.most(tree))
-        return played
+    def _part_ended(self, part: Part) -> None:
+        self._completed(part.episode.group, self._player.most(part.tree))
 
 
 async def score_episodes(episodes: Sequence[Episode], prompt: PromptLike, scorer: Scorer) -> None:

@@ -7,6 +7,7 @@ trainer included, only reads `Episode.streams()`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -14,6 +15,8 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+
+from strop.rollout.engine import FinishReason, SampleResult
 
 TurnId = int
 _NO_LOGPROBS, _NO_VERSIONS = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32)
@@ -133,7 +136,7 @@ class Episode:
         Without a parent it is the beginning of a path: the episode's first prompt, or another one where a chat template
         rewrites even that once other turns follow.
         """
-        return self._append("user", tokens, (), (), parent, None)
+        return self._append("user", tokens, parent)
 
     def append_sampled(
         self,
@@ -142,7 +145,7 @@ class Episode:
         versions: Sequence[int] | np.ndarray,
         *,
         parent: TurnId,
-        finish: str,
+        finish: FinishReason,
     ) -> TurnId:
         """Append what the policy sampled: one log-probability and one weight version for each token.
 
@@ -150,24 +153,16 @@ class Episode:
             ValueError: a length differs, a log-probability is missing (None), NaN, infinite or above 0, a version is
                 negative.
         """
-        if not len(tokens) == len(logprobs) == len(versions):
-            raise ValueError(
-                f"{len(tokens)} sampled tokens need as many log-probabilities and versions, "
-                f"got {len(logprobs)} and {len(versions)}"
-            )
-        # None becomes NaN, which is in no range. A hair above 0 is rounding of log-sum-exp; anything more is a
-        # log-probability of something else.
-        numbers, served = np.asarray(logprobs, dtype=np.float32), np.asarray(versions, dtype=np.int32)
-        if len(numbers) and not (_least(numbers) > -np.inf and _most(numbers) <= _HAIR):
-            position = int(np.argmin((numbers > -np.inf) & (numbers <= _HAIR)))
-            raise ValueError(f"sampled token {position} has log-probability {logprobs[position]}")
-        if len(served) and _least(served) < 0:
-            position = int(np.argmax(served < 0))
-            raise ValueError(f"sampled token {position} has weight version {versions[position]}")
-        return self._append("assistant", tokens, numbers, served, parent, finish)
+        return append_samples([(self, parent)], [SampleResult(tokens, logprobs, versions, finish)])[0]
 
     def append_recorded(
-        self, tokens: Sequence[int], logprobs: Sequence[float] | None, version: int, *, parent: TurnId, finish: str
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] | None,
+        version: int,
+        *,
+        parent: TurnId,
+        finish: FinishReason,
     ) -> TurnId:
         """Append what some policy sampled before this run, as it was recorded.
 
@@ -183,13 +178,15 @@ class Episode:
         if version < 0:
             raise ValueError(f"a recorded completion has weight version {version}")
         unknown = np.full(len(tokens), np.nan, dtype=np.float32)
-        return self._append("assistant", tokens, unknown, [version] * len(tokens), parent, finish)
+        served = np.full(len(tokens), version, dtype=np.int32)
+        unknown.flags.writeable = served.flags.writeable = False
+        return self._append("assistant", tokens, parent, unknown, served, finish)
 
     def append_observation(self, tokens: Sequence[int], *, parent: TurnId, role: str = "tool") -> TurnId:
         """Append what the environment answered; never trained."""
         if role == "assistant":
             raise ValueError("an observation cannot have the role 'assistant': sampled tokens go to append_sampled")
-        return self._append(role, tokens, (), (), parent, None)
+        return self._append(role, tokens, parent)
 
     def streams(self, taken: set[int] | None = None) -> list[TokenStream]:
         """Every path from the root to a leaf, in order of the leaves; each sampled token is trained in exactly one.
@@ -219,28 +216,25 @@ class Episode:
         self,
         role: str,
         tokens: Sequence[int] | np.ndarray,
-        logprobs: Sequence[float] | np.ndarray,
-        versions: Sequence[int] | np.ndarray,
         parent: TurnId | None,
-        finish: str | None,
+        logprobs: np.ndarray = _NO_LOGPROBS,
+        versions: np.ndarray = _NO_VERSIONS,
+        finish: str | None = None,
     ) -> TurnId:
+        self._check_place(role, parent)
+        return self._add(Turn(role, _ids([tokens]), logprobs, versions, parent, finish))
+
+    def _check_place(self, role: str, parent: TurnId | None) -> None:
+        """Raise ValueError where no turn of this role can be appended behind `parent`."""
         if self.status is not None:
             raise ValueError(f"the episode has ended ({self.status}); nothing can be appended")
         if parent is None and role != "user":
             raise ValueError("only a prompt has no parent")
         if parent is not None and not 0 <= parent < len(self.turns):
             raise ValueError(f"turn {parent} does not exist; the episode has {len(self.turns)} turns")
-        # Copies: an array of the caller's must neither be locked nor be able to change what was written.
-        ids = np.array(tokens, dtype=np.int64)
-        if ids.ndim != 1 or (len(ids) and _least(ids) < 0):
-            raise ValueError("tokens must be a flat sequence of token ids of at least 0")
-        ids.flags.writeable = False
-        sure, served = _NO_LOGPROBS, _NO_VERSIONS
-        if role == "assistant":
-            sure = np.minimum(np.asarray(logprobs, dtype=np.float32), _ONE)
-            served = np.array(versions, dtype=np.int32)
-            sure.flags.writeable = served.flags.writeable = False
-        self.turns.append(Turn(role, ids, sure, served, parent, finish))
+
+    def _add(self, turn: Turn) -> TurnId:
+        self.turns.append(turn)
         return len(self.turns) - 1
 
     def _path(self, leaf: TurnId) -> tuple[TurnId, ...]:
@@ -268,6 +262,51 @@ class Group:
     prompt_id: str
     episodes: list[Episode]
     baseline: Episode | None = None
+
+
+def append_prompts(episodes: Sequence[Episode], tokens: Sequence[int]) -> None:
+    """Append the same prompt to each of some episodes, which share the turn. Raises ValueError as `append_prompt`."""
+    for episode in episodes:
+        episode._check_place("user", None)
+    turn = Turn("user", _ids([tokens]), _NO_LOGPROBS, _NO_VERSIONS, None, None)
+    for episode in episodes:
+        episode._add(turn)
+
+
+def append_samples(places: Sequence[tuple[Episode, TurnId]], results: Sequence[SampleResult]) -> list[TurnId]:
+    """Append a sampled turn to each of some episodes, behind the turn given; nothing where one of them is refused.
+
+    What belongs to the turns are cuts of arrays that they share: numbers of several are looked at as quickly as those
+    of one.
+
+    Raises:
+        ValueError: as `Episode.append_sampled`.
+    """
+    for (episode, parent), result in zip(places, results, strict=True):
+        episode._check_place("assistant", parent)
+        if not len(result.tokens) == len(result.logprobs) == len(result.versions):
+            raise ValueError(
+                f"{len(result.tokens)} sampled tokens need as many log-probabilities and versions, "
+                f"got {len(result.logprobs)} and {len(result.versions)}"
+            )
+    # None becomes NaN, which is in no range. A hair above 0 is rounding of log-sum-exp; anything more is a
+    # log-probability of something else.
+    sure = _joined([result.logprobs for result in results], np.float32)
+    served = _joined([result.versions for result in results], np.int32)
+    ends = [0, *accumulate(len(result.tokens) for result in results)]
+    if ends[-1] and not (_least(sure) > -np.inf and _most(sure) <= _HAIR):
+        which, position = _place(ends, int(np.argmin((sure > -np.inf) & (sure <= _HAIR))))
+        raise ValueError(f"sampled token {position} has log-probability {results[which].logprobs[position]}")
+    if ends[-1] and _least(served) < 0:
+        which, position = _place(ends, int(np.argmax(served < 0)))
+        raise ValueError(f"sampled token {position} has weight version {results[which].versions[position]}")
+    ids = _ids([result.tokens for result in results])
+    np.minimum(sure, _ONE, out=sure)
+    sure.flags.writeable = served.flags.writeable = False
+    return [
+        episode._add(Turn("assistant", ids[at:to], sure[at:to], served[at:to], parent, result.finish))
+        for (episode, parent), result, at, to in zip(places, results, ends, ends[1:], strict=False)
+    ]
 
 
 def streams_of(episodes: Sequence[Episode], taken: set[int] | None = None) -> list[list[TokenStream]]:
@@ -304,3 +343,27 @@ def streams_of(episodes: Sequence[Episode], taken: set[int] | None = None) -> li
         return TokenStream(tokens[start:end], mask[start:end], logprobs[start:end], versions[start:end], path)
 
     return [[cut(path) for path in of_it] for of_it in paths]
+
+
+def _joined(parts: Sequence[Sequence[Any] | np.ndarray], dtype: type) -> np.ndarray:
+    """What is given end to end, in an array of its own: one of the caller's must neither be locked nor be able to
+    change what was written."""
+    arrays = [part if isinstance(part, np.ndarray) else np.asarray(part, dtype=dtype) for part in parts]
+    if any(array.ndim != 1 for array in arrays):
+        raise ValueError("what is appended must be flat: one entry for each token")
+    return np.concatenate(arrays, dtype=dtype, casting="unsafe")
+
+
+def _ids(parts: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """Token ids end to end, not to be written to. Raises ValueError where one is below 0."""
+    ids = _joined(parts, np.int64)
+    if len(ids) and _least(ids) < 0:
+        raise ValueError("tokens must be a flat sequence of token ids of at least 0")
+    ids.flags.writeable = False
+    return ids
+
+
+def _place(ends: Sequence[int], position: int) -> tuple[int, int]:
+    """Which part a position is in, and where in it. ends: 0, and where each part ends."""
+    which = bisect_right(ends, position) - 1
+    return which, position - ends[which]

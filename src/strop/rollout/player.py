@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from strop.config.rollout import TreeSettings
 from strop.environments.driven import Driver
 from strop.models.detokenizing import detokenizer
 from strop.rollout.asking import Failed, Home
-from strop.rollout.engine import Engine, SampleSettings
-from strop.rollout.episode import Episode, Status
+from strop.rollout.engine import Engine, SampleRequest, SampleResult, SampleSettings
+from strop.rollout.episode import Episode, Status, append_prompts
 from strop.rollout.game import Game
 from strop.rollout.hosted import Host
 from strop.rollout.match import SelfPlay
+from strop.rollout.windows import all_or_none
 from strop.rollout.world import Detokenizer, PromptLike, Speaker, World
+
+
+@dataclass(frozen=True)
+class Part:
+    """An episode that is to be played.
+
+    settings: how tokens are drawn; `max_new_tokens` bounds all turns together. stream: keys the draws of the first
+    turn; those of later turns begin with it and go on with a negative number. tree: where the episode branches.
+    """
+
+    episode: Episode
+    settings: SampleSettings
+    stream: tuple[int, ...]
+    tree: TreeSettings | None = None
 
 
 class Player:
@@ -43,27 +59,57 @@ class Player:
         *,
         tree: TreeSettings | None = None,
     ) -> list[Episode]:
-        """Fill an episode, up to its status.
+        """What `play_all` returns of a single episode; the arguments are those of `Part`."""
+        return (await self.play_all([Part(episode, settings, stream, tree)], prompt))[0]
+
+    async def play_all(
+        self, parts: Sequence[Part], prompt: PromptLike, ended: Callable[[Part], None] = lambda part: None
+    ) -> list[list[Episode]]:
+        """Fill episodes of one prompt, up to their status.
 
         Args:
-            settings: how tokens are drawn; `max_new_tokens` bounds all turns together. stream: keys the draws of the
-                first turn; those of later turns begin with it and go on with a negative number.
-            tree: where the episode branches.
+            ended: told of each when nothing more is sampled of it.
 
         Returns:
-            The episode, or all that it became: the leaves of its tree, or the roles of its match. Their sample numbers
-            are those of the episode and up to `most()` after it. Where environments live in other processes it may be
-            another object than the one given.
+            Of each the episode, or all that it became: the leaves of its tree, or the roles of its match. Their sample
+            numbers are those of the episode and up to `most()` after it. Where environments live in other processes it
+            may be another object than the one given.
         """
-        world = self._world
-        if world is None:
-            turn = episode.append_prompt(prompt.tokens)
-            _, finish = await self._speaker.speak(episode, turn, prompt.tokens, settings, stream)
-            episode.status = Status(finish)
-            return [episode]
+        if self._world is None:
+            return await self._single_turns(parts, prompt, ended)
+
+        async def one(part: Part, world: World) -> list[Episode]:
+            played = await self._with_world(part, prompt, world)
+            ended(part)
+            return played
+
+        return await all_or_none([one(part, self._world) for part in parts])
+
+    async def _single_turns(
+        self, parts: Sequence[Part], prompt: PromptLike, ended: Callable[[Part], None]
+    ) -> list[list[Episode]]:
+        """One turn each. All are written once the last is there: nobody asks for a part of a group."""
+        tokens = tuple(prompt.tokens)
+        episodes = [part.episode for part in parts]
+        append_prompts(episodes, tokens)
+
+        async def sampled(part: Part) -> SampleResult:
+            result = await self._speaker.engine.generate(SampleRequest(tokens, part.settings, part.stream))
+            ended(part)
+            return result
+
+        results = await all_or_none([sampled(part) for part in parts])
+        self._speaker.write([(episode, len(episode.turns) - 1) for episode in episodes], results)
+        for episode, result in zip(episodes, results, strict=True):
+            episode.status = Status(result.finish)
+        return [[episode] for episode in episodes]
+
+    async def _with_world(self, part: Part, prompt: PromptLike, world: World) -> list[Episode]:
+        """As many turns as the environment asks for."""
+        episode, stream, tree = part.episode, part.stream, part.tree
         if tree is not None:
             episode.branch = (episode.sample,)
-        settings = replace(settings, stop=(*settings.stop, *world.factory.stop))
+        settings = replace(part.settings, stop=(*part.settings.stop, *world.factory.stop))
 
         async def play(home: Home, begun: Episode) -> list[Episode]:
             here = replace(world, elsewhere=home)

@@ -11,8 +11,8 @@ from strop.environments.protocol import EnvironmentFactory
 from strop.models.detokenizing import Detokenize
 from strop.rollout.asking import Failed, Home, InProcess
 from strop.rollout.calls import Raised, TooLong
-from strop.rollout.engine import Engine, SampleRequest, SampleSettings
-from strop.rollout.episode import Episode, TurnId
+from strop.rollout.engine import Engine, SampleRequest, SampleResult, SampleSettings
+from strop.rollout.episode import Episode, TurnId, append_samples
 
 
 class PromptLike(Protocol):
@@ -87,8 +87,13 @@ class Speaker:
     ) -> tuple[TurnId, str]:
         """(turn, how it ended) of one sampled turn; its text becomes the episode's completion."""
         result = await self.engine.generate(SampleRequest(tuple(tokens), settings, stream))
-        turn = episode.append_sampled(
-            result.tokens, result.logprobs, result.versions, parent=parent, finish=result.finish
-        )
-        episode.completion = self.detokenize(episode.turns[turn].tokens)
+        [turn] = self.write([(episode, parent)], [result])
         return turn, result.finish
+
+    def write(self, places: Sequence[tuple[Episode, TurnId]], results: Sequence[SampleResult]) -> list[TurnId]:
+        """Append what was sampled to each of some episodes, behind the turn given; its text becomes the episode's
+        completion."""
+        turns = append_samples(places, results)
+        for (episode, _), turn in zip(places, turns, strict=True):
+            episode.completion = self.detokenize(episode.turns[turn].tokens)
+        return turns
