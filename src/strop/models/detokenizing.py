@@ -12,6 +12,9 @@ import numpy as np
 
 Detokenize = Callable[[np.ndarray], str]
 """The text of [n] int64 token ids, without special tokens."""
+_WIDEST = 16
+"""Bytes of a cell in a table, at most; few tokens are longer."""
+_FILLER, _MARK = b"\0", b"\xff"
 _LINE = 64
 """Tokens that are decoded together where a table is compared with its tokenizer."""
 
@@ -38,12 +41,15 @@ def _table(tokenizer: Any, size: int) -> Detokenize | None:
     pieces = _pieces(tokenizer)
     if pieces is None:
         return None
-    known = len(pieces)
+    known, cells = len(pieces), _cells(pieces)
 
     def text(ids: np.ndarray) -> str:
         if len(ids) and ids.max() >= known:  # an id without a token, in the padding of a model's vocabulary
             ids = ids[ids < known]
-        return b"".join(pieces[ids].tolist()).decode("utf-8", "replace")
+        found = cells[ids].tobytes()
+        # A third of the time of putting the tokens together one by one.
+        found = b"".join(pieces[ids].tolist()) if _MARK in found else found.translate(None, _FILLER)
+        return found.decode("utf-8", "replace")
 
     draw = np.random.default_rng(0)
     lines = [line for _ in range(3) for line in np.array_split(draw.permutation(known), known // _LINE + 1)]
@@ -72,6 +78,14 @@ def _pieces(tokenizer: Any) -> np.ndarray | None:
         if token is not None and token not in special:
             pieces[number] = _bytes(token, letters)
     return pieces
+
+
+def _cells(pieces: np.ndarray) -> np.ndarray:
+    """[ids] the bytes of each token in a cell of equal size, filled up with `_FILLER`; `_MARK` where that cannot be:
+    in long tokens and in those that hold one of the two."""
+    width = min(_WIDEST, max(map(len, pieces), default=1) or 1)
+    plain = [len(piece) <= width and _MARK not in piece and _FILLER not in piece for piece in pieces]
+    return np.where(plain, pieces, _MARK).astype(f"S{width}")
 
 
 def _bytes(token: str, letters: dict[str, int]) -> bytes:
