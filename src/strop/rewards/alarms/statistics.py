@@ -23,8 +23,9 @@ BLOCK = 1 << 16
 MOST_PROMPTS = 64
 """Of more prompts the first are compared with each other."""
 
-# Choices and numbers, and what may stand between two of them in a list.
-_ITEM = re.compile(r"(?<![\w.\\])(?:-?\d{1,3}(?:,\d{3})+(?![\d,])|-?\d+(?:\.\d+)?|[A-Z])(?!\w)")
+# Choices and numbers behind what may stand before them, of which there is less to look at than of what they begin with;
+# and what may stand between two of them in a list.
+_ITEM = re.compile(r"[^\w.\\](-?\d{1,3}(?:,\d{3})+(?![\d,])|-?\d+(?:\.\d+)?|[A-Z])(?!\w)")
 _BETWEEN = re.compile(r"[\s,;/|&()\[\].:'\"*]+(?:(?:or|and)[\s(\[]+)?")
 
 
@@ -169,11 +170,13 @@ def lower_bound(wrong: int, asked: int, z: float = 2.0) -> float:
 def _listed(text: str) -> int:
     """Most different items in one list; a single number or letter is a list of one."""
     most, items, end = 0, set[str](), -1
+    text = f" {text}"
     for found in _ITEM.finditer(text):
-        if end < 0 or not _BETWEEN.fullmatch(text, end, found.start()):
+        start, after = found.span(1)
+        if end < 0 or not _BETWEEN.fullmatch(text, end, start):
             items = set()
-        items.add(found[0])
-        most, end = max(most, len(items)), found.end()
+        items.add(found[1])
+        most, end = max(most, len(items)), after
     return most
 
 
