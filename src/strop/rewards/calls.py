@@ -68,7 +68,7 @@ class Crew:
             self._add(running)
             # The call itself is asked first, not the clock: a loop that was busy elsewhere sees both at once.
             while not running.done and (left := running.left(timeout)) != 0:
-                await asyncio.wait([running.finished], timeout=left)
+                await running.moved(left)
         finally:
             self._leave(running)
         if not running.done:
@@ -140,7 +140,7 @@ class _Call(Generic[T]):
         self._function = function
         self._loop = loop
         self._name = name
-        self.finished: asyncio.Future[None] = loop.create_future()
+        self._moved: asyncio.Future[None] = loop.create_future()
         self.result: list[T] = []
         self.error: BaseException | None = None
         self.began: float | None = None
@@ -156,6 +156,17 @@ class _Call(Generic[T]):
             return timeout
         return max(0.0, self.began + timeout - time.monotonic())
 
+    async def moved(self, limit: float | None) -> None:
+        """Wait until it has ended, or for so many seconds. `asyncio.wait` takes twice as long to set up."""
+        if self._moved.done():
+            self._moved = self._loop.create_future()
+        alarm = None if limit is None else self._loop.call_later(limit, self._announce)
+        try:
+            await self._moved
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
     def run(self) -> None:
         threading.current_thread().name = self._name
         try:
@@ -168,8 +179,8 @@ class _Call(Generic[T]):
             return
 
     def _announce(self) -> None:
-        if not self.finished.done():
-            self.finished.set_result(None)
+        if not self._moved.done():
+            self._moved.set_result(None)
 
 
 class _Thread:

@@ -43,6 +43,7 @@ class CompositeScorer:
         self.verifiers = list(verifiers)
         self.settings = settings
         self._needs = settings.needs()
+        self._by_name = dict(zip((one.name for one in verifiers), settings.verifiers, strict=True))
         self._crew = Crew(settings.workers)
         # Looked up once: asking whether something fits a protocol takes longer than many a verifier.
         self._waited_for = {one.name: one for one in self.verifiers if isinstance(one, AsyncVerifier)}
@@ -56,21 +57,27 @@ class CompositeScorer:
         completed = list(completed)
         if not completed:
             return []
-        names = [verifier.name for verifier in self.verifiers]
+        answers = await self._answers(completed)
+        return [
+            combine(dict(zip(self._by_name, verdicts, strict=True)), self.settings, item.row)
+            for item, verdicts in zip(completed, zip(*answers, strict=True), strict=True)
+        ]
+
+    async def _answers(self, completed: list[Completed]) -> list[list[Verdict]]:
+        """What each verifier says of each completion."""
+        pairs = list(zip(self.verifiers, self.settings.verifiers, strict=True))
+        if len(pairs) == 1:
+            return [await self._question(*pairs[0], completed, {})]
         questions: dict[str, asyncio.Task[list[Verdict]]] = {}
-        for verifier, settings in zip(self.verifiers, self.settings.verifiers, strict=True):
+        for verifier, settings in pairs:
             questions[verifier.name] = asyncio.create_task(self._question(verifier, settings, completed, questions))
         try:
-            answers = await asyncio.gather(*(questions[name] for name in names))
+            return await asyncio.gather(*questions.values())
         except BaseException:
             for question in questions.values():
                 question.cancel()
             await asyncio.gather(*questions.values(), return_exceptions=True)
             raise
-        return [
-            combine(dict(zip(names, verdicts, strict=True)), self.settings, item.row)
-            for item, verdicts in zip(completed, zip(*answers, strict=True), strict=True)
-        ]
 
     def load(self) -> None:
         """Let verifiers read what they need: in a timed call, reading a large model would count as a verifier's."""
@@ -95,21 +102,19 @@ class CompositeScorer:
 
         A task is in `questions` before any runs, so every verifier finds those that it needs.
         """
-        chosen = {index for index, item in enumerate(completed) if is_for(settings, item.row)}
-        by_name = dict(zip((v.name for v in self.verifiers), self.settings.verifiers, strict=True))
+        chosen = [index for index, item in enumerate(completed) if is_for(settings, item.row)]
         for name in self._needs[verifier.name]:
-            needed, found = by_name[name], await questions[name]
+            needed, found = self._by_name[name], await questions[name]
             # What is not for a row shuts nothing there; what was shut out itself does. After a failure nobody need ask.
-            chosen = {
+            chosen = [
                 index
                 for index in chosen
                 if not is_for(needed, completed[index].row)
                 or (found[index] is not NOT_ASKED and found[index].status == "ok" and passes(needed, found[index]))
-            }
+            ]
         verdicts = [NOT_ASKED] * len(completed)
-        order = sorted(chosen)
-        answers = await self._ask(verifier, settings, [completed[index] for index in order])
-        for index, verdict in zip(order, answers, strict=True):
+        answers = await self._ask(verifier, settings, [completed[index] for index in chosen])
+        for index, verdict in zip(chosen, answers, strict=True):
             verdicts[index] = verdict
         return verdicts
 

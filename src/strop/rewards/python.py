@@ -20,7 +20,6 @@ from strop.errors import RunFailure, UserError
 from strop.rewards.failures import describe_exception, shorten
 from strop.rewards.protocol import Completed, Verdict
 
-_GIVEN = ("prompts", "completions", "completion_ids")
 _OF_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL's trainer gives a function beside the data; here is no such trainer."""
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -181,27 +180,21 @@ class PythonFunction:
         if "answer" not in columns and any(item.answer is not None for item in completed):
             columns["answer"] = [item.answer for item in completed]
         columns |= self.arguments
-        # A function may write into what it is given; messages are shared by a whole group, so it gets its own.
-        columns["prompts"] = [
-            item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
-            for item in completed
-        ]
-        columns["completions"] = [
-            item.completion if isinstance(item.prompt, str) else _messages_behind(item) for item in completed
-        ]
-        columns["completion_ids"] = [list(item.completion_ids) for item in completed]
+        columns |= {name: given(completed) for name, given in _GIVEN.items() if self._takes(name)}
         lacking = [name for name in self.required if name not in columns]
         if lacking:
-            near = difflib.get_close_matches(lacking[0], columns, n=1)
+            known = list(columns | _GIVEN)
+            near = difflib.get_close_matches(lacking[0], known, n=1)
             raise RunFailure(
                 f"{self.path!r} has a parameter {lacking[0]!r}, and the data has no such column",
                 where=f"reward function {self.path}",
                 mend=(f"did you mean {near[0]!r}? " if near else "")
-                + f"it can have {', '.join(columns)}; give the parameter a default if only some rows have the column",
+                + f"it can have {', '.join(known)}; give the parameter a default if only some rows have the column",
             )
-        if self.accepted is None:
-            return columns
-        return {name: value for name, value in columns.items() if name in self.accepted}
+        return {name: value for name, value in columns.items() if self._takes(name)}
+
+    def _takes(self, name: str) -> bool:
+        return self.accepted is None or name in self.accepted
 
     def _as_list(self, returned: Any, expected: int) -> list[Any]:
         items = returned
@@ -251,6 +244,28 @@ def _messages_behind(item: Completed) -> list[dict[str, Any]]:
             return messages[start + len(given) :]
     first = next((at for at, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
     return messages[first:]
+
+
+# A function may write into what it is given; messages are shared by a whole group, so it gets its own.
+
+
+def _prompts(completed: Sequence[Completed]) -> list[Any]:
+    return [
+        item.prompt if isinstance(item.prompt, str) else [dict(message) for message in item.prompt]
+        for item in completed
+    ]
+
+
+def _completions(completed: Sequence[Completed]) -> list[Any]:
+    return [item.completion if isinstance(item.prompt, str) else _messages_behind(item) for item in completed]
+
+
+def _completion_ids(completed: Sequence[Completed]) -> list[Any]:
+    return [list(item.completion_ids) for item in completed]
+
+
+_GIVEN = {"prompts": _prompts, "completions": _completions, "completion_ids": _completion_ids}
+"""What a function is given beside the columns."""
 
 
 async def _result_of(awaitable: Any) -> Any:
