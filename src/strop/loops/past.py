@@ -85,21 +85,22 @@ class Past:
         """What of a batch was not trained before."""
         return [(episode, stream) for episode, stream in trained if episode.group not in self._numbers]
 
-    def ages(self, batch: TokenBatch, trained: Trained, step: int) -> dict[str, float]:
-        """How old the tokens of a batch are that was trained with this version: metrics."""
-        fresh, past = self._ages(batch, trained, step)
-        found = {"staleness/max": float(fresh.max()), "staleness/mean": float(fresh.mean())} if len(fresh) else {}
-        return found | ({"window/past_age_mean": float(past.mean())} if len(past) else {})
+    def check(self, batch: TokenBatch, trained: Trained, step: int) -> dict[str, float]:
+        """How old the tokens of a batch are that is trained with this version: metrics.
 
-    def check(self, batch: TokenBatch, trained: Trained, step: int) -> None:
-        """Raise RunFailure where a token is older than the recipe allows."""
+        Raises:
+            RunFailure: a token is older than the recipe allows.
+        """
+        fresh, past = self._ages(batch, trained, step)
         bounds = (self._staleness, self._settings.max_age if self._settings is not None else 0)
-        for ages, bound in zip(self._ages(batch, trained, step), bounds, strict=True):
+        for ages, bound in zip((fresh, past), bounds, strict=True):
             if len(ages) and (ages.max() > bound or ages.min() < 0):
                 raise RunFailure(
                     f"a token of this step is {ages.max()} versions old, and at most {bound} is allowed",
                     mend="this is a fault of strop; please report it",
                 )
+        found = {"staleness/max": float(fresh.max()), "staleness/mean": float(fresh.mean())} if len(fresh) else {}
+        return found | ({"window/past_age_mean": float(past.mean())} if len(past) else {})
 
     def mark(self, records: Sequence[EpisodeRecord]) -> Sequence[EpisodeRecord]:
         """The records of a step; those of past groups say so."""

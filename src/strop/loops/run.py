@@ -92,6 +92,7 @@ class Run(BaseRun):
         self._recorded = False
         self._said_nothing_left = False
         self._batch_metrics: dict[str, float] = {}
+        self._staleness: dict[str, float] = {}
         own_critic = self._demands.critic and not self.config.critic.shared
         self._speed = Speed(self.config, roles, own_critic=own_critic)
         self._ahead = Ahead(self.config, shares_weights=place.shares_weights)
@@ -174,7 +175,7 @@ class Run(BaseRun):
         )
         self._left_out = chosen.left_out
         if self.config.offline is None:
-            self.past.check(batch, self._trained, self.step)
+            self._staleness = self.past.check(batch, self._trained, self.step)
         else:
             own = self._are_own(groups)
             self._recorded = take_recorded(batch, self.config, self._demands, self.trainer, own=own)
@@ -286,7 +287,7 @@ class Run(BaseRun):
             metrics |= self._overlap(tokens, seconds)
             if self.config.rollout.max_staleness:
                 metrics |= self.journal.metrics()
-            metrics |= self.past.ages(batch, self._trained, self.step - 1) | self.collector.window_metrics
+            metrics |= self._staleness | self.collector.window_metrics
         else:
             # Nobody sampled anything, and versions count the steps of another run.
             metrics["tokens/read"] = metrics.pop("tokens/sampled")
