@@ -70,15 +70,17 @@ def importance_weights(
         exponent = spread(over(difference, inside, seq_ids), inside, seq_ids).to(difference.dtype)
     weights = torch.where(inside, bounded_exp(exponent), 0.0)
     floor, ceiling = 0.0 if low is None else low, torch.inf if high is None else high
-    outside = inside & ((weights < floor) | (weights > ceiling))
     bounded, kept = weights, inside
-    if kind == "truncate":
-        bounded = torch.where(inside, weights.clamp(floor, ceiling), 0.0)
-    elif kind in ("band", "mask"):
-        bounded = torch.where(outside, 0.0, weights)
-        kept = inside & ~outside if kind == "mask" else inside
     tokens = inside.sum().clamp(min=1)
-    clipped = outside.sum() if kind != "none" else torch.zeros_like(tokens)
+    clipped = torch.zeros_like(tokens)
+    if kind != "none":
+        outside = inside & ((weights < floor) | (weights > ceiling))
+        clipped = outside.sum()
+        if kind == "truncate":
+            bounded = torch.where(inside, weights.clamp(floor, ceiling), 0.0)
+        else:
+            bounded = torch.where(outside, 0.0, weights)
+            kept = inside & ~outside if kind == "mask" else inside
     metrics = {
         "kl/sampler": (torch.expm1(difference.clamp(max=60.0)) - difference).sum() / tokens,
         "mismatch/kl_k1": -difference.sum() / tokens,

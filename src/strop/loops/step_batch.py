@@ -86,7 +86,9 @@ def lay_out(
         group_ids=numbered(part.cohort for part in parts),
         truncated=[part.ends and part.episode.status == "length" for part in parts],
     )
-    batch.episode_ids = torch.tensor(numbered(part.unit for part in parts), dtype=torch.int64)
+    units = numbered(part.unit for part in parts)
+    if len(set(units)) < len(units):
+        batch.episode_ids = torch.tensor(units, dtype=torch.int64)
     # By place, not by number: past groups, which have low numbers, lie among the others.
     batch.prompt_ids = torch.tensor(numbered(part.episode.group for part in parts), dtype=torch.int64)
     if environment_weight and any(episode.turn_rewards for episode in chosen.trained):
