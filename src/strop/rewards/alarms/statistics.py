@@ -23,9 +23,10 @@ BLOCK = 1 << 16
 MOST_PROMPTS = 64
 """Of more prompts the first are compared with each other."""
 
-# Choices and numbers behind what may stand before them, of which there is less to look at than of what they begin with;
-# and what may stand between two of them in a list.
-_ITEM = re.compile(r"[^\w.\\](-?\d{1,3}(?:,\d{3})+(?![\d,])|-?\d+(?:\.\d+)?|[A-Z])(?!\w)")
+# Choices and numbers behind what may stand before them, of which there is less to look at than of what they begin with,
+# in alternatives that the first character decides; and what may stand between two of them in a list.
+_REST = r"(?:\d{0,2}(?:,\d{3})+(?![\d,])|\d*(?:\.\d+)?)"
+_ITEM = re.compile(rf"[^\w.\\](\d{_REST}|-\d{_REST}|[A-Z])(?!\w)")
 _BETWEEN = re.compile(r"[\s,;/|&()\[\].:'\"*]+(?:(?:or|and)[\s(\[]+)?")
 
 
