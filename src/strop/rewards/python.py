@@ -22,6 +22,8 @@ from strop.rewards.protocol import Completed, Verdict
 
 _OF_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")
 """What TRL's trainer gives a function beside the data; here is no such trainer."""
+_NUMBERS = (float, numbers.Real, Decimal)
+"""What a number may be: first what most are."""
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -212,7 +214,7 @@ class PythonFunction:
         value = item
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
             value = value.item()
-        if not isinstance(value, numbers.Real | Decimal):
+        if not isinstance(value, _NUMBERS):
             raise self._wrong(
                 f"returned {shorten(repr(item), 80)} ({type(item).__name__}) for completion {index}", None
             )
