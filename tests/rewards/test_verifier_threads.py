@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from strop.rewards import calls
 from strop.rewards.calls import Abandoned, Crew, call
 
 
@@ -110,6 +111,32 @@ def test_a_call_that_is_left_behind_gives_its_place_to_another() -> None:
         asyncio.run(calls())
     finally:
         release.set()
+
+
+def test_where_the_system_has_no_more_threads_those_that_are_there_make_all_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Only(calls._Thread):
+        made = 0
+
+        def __init__(self) -> None:
+            Only.made += 1
+            if Only.made > 1:
+                raise RuntimeError("can't start new thread")
+            super().__init__()
+
+    def slow(number: int) -> int:
+        time.sleep(0.01)
+        return number
+
+    async def several() -> list[int]:
+        crew = Crew(4)
+        return await asyncio.gather(*(crew.call(lambda n=n: slow(n), name="slow", timeout=30) for n in range(6)))
+
+    monkeypatch.setattr(calls, "_Thread", Only)
+    monkeypatch.setattr(calls, "_idle", [])
+    assert asyncio.run(several()) == list(range(6))
+    assert Only.made > 1
 
 
 def test_the_time_of_a_call_begins_with_the_call_and_not_in_the_queue() -> None:

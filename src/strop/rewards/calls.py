@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
@@ -54,6 +55,7 @@ class Crew:
         self._lock = threading.Lock()
         self._waiting: deque[_Call[Any]] = deque()
         self._working = 0
+        self._coming = False
 
     async def call(self, function: Callable[[], T], *, name: str, timeout: float | None = None) -> T:
         """What a function returns, in a thread that does nothing else meanwhile.
@@ -82,7 +84,11 @@ class Crew:
 
     def work(self) -> None:
         """Make the calls that wait, in this thread, until there is none or one of them is not waited for any longer."""
+        with self._lock:
+            self._coming = False
         while (call := self._take()) is not None:
+            with suppress(Exception):  # the system has no more threads: this one makes all calls
+                self._fill()
             call.run()
             with self._lock:
                 if call.left_behind:  # another thread has its place
@@ -94,11 +100,16 @@ class Crew:
         self._fill()
 
     def _fill(self) -> None:
-        """See that a thread is at work for what waits, if there may be one more."""
+        """See that a thread is at work for what waits, if there may be one more.
+
+        One after the other: the next when this one has begun, which is when it is needed. Of calls that take no time
+        one thread makes all, and the others would only take the interpreter lock from each other.
+        """
         with self._lock:
-            if not self._waiting or self._working == self._size:
+            if not self._waiting or self._working == self._size or self._coming:
                 return
             self._working += 1
+            self._coming = True
         try:
             thread = _idle.pop()
         except IndexError:
@@ -107,6 +118,7 @@ class Crew:
             except BaseException:  # the system has no more of them
                 with self._lock:
                     self._working -= 1
+                    self._coming = False
                 raise
         thread.work_for(self)
 
