@@ -31,6 +31,7 @@ def byte_level(**named: Any) -> Any:
     backend.train_from_iterator(TEXTS, trainer)
     # Written as they are: letters of the byte-level alphabet, letters outside of it, and both.
     backend.add_tokens([AddedToken("<tool>"), AddedToken("漢漢"), AddedToken("Ġx"), AddedToken(" é🙂")])
+    backend.add_tokens([AddedToken("=" * 40)])  # longer than a cell of the table
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>", **named)
 
 

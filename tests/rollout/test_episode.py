@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.rollout.episode import Episode, Status
+from strop.rollout.engine import SampleResult
+from strop.rollout.episode import Episode, Status, append_prompts, append_samples, streams_of
 
 TOKENS = st.lists(st.integers(0, 50_000), max_size=5)
 
@@ -70,6 +72,64 @@ def test_each_sampled_token_is_trained_in_exactly_one_stream(episode: Episode) -
                 assert (stream.versions[span] == turn.versions).all()
         assert start == size
     assert trained == {n: 1 for n, t in enumerate(episode.turns) if t.sampled and len(t.tokens)}
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(trees(), max_size=4))
+def test_streams_of_several_episodes_are_those_of_one_after_the_other(episodes: list[Episode]) -> None:
+    # The second is given twice: what is trained in one place is context in the other.
+    episodes = [*episodes, *episodes[1:2]]
+    taken: set[int] = set()
+    alone = [episode.streams(taken) for episode in episodes]
+    together = streams_of(episodes)
+    assert [len(streams) for streams in together] == [len(streams) for streams in alone]
+    for ours, theirs in zip(chain.from_iterable(together), chain.from_iterable(alone), strict=True):
+        assert ours.turns == theirs.turns
+        for one, other in zip(ours[:4], theirs[:4], strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+
+
+def test_what_is_written_together_is_what_is_written_one_by_one() -> None:
+    results = [
+        SampleResult([5, 6], [-1.0, 3e-7], [0, 1], "stop"),
+        SampleResult([], [], [], "aborted"),
+        SampleResult(np.array([7], np.int32), np.array([-0.5], np.float32), np.array([2], np.int32), "length"),
+    ]
+    together, alone = ([Episode(0, sample) for sample in range(3)] for _ in range(2))
+    append_prompts(together, [1, 2])
+    assert append_samples([(episode, 0) for episode in together], results) == [1, 1, 1]
+    for episode, result in zip(alone, results, strict=True):
+        prompt = episode.append_prompt([1, 2])
+        episode.append_sampled(result.tokens, result.logprobs, result.versions, parent=prompt, finish=result.finish)
+    for one, other in zip(together, alone, strict=True):
+        for ours, theirs in zip(one.turns, other.turns, strict=True):
+            assert (ours.role, ours.parent, ours.finish) == (theirs.role, theirs.parent, theirs.finish)
+            for name in ("tokens", "logprobs", "versions"):
+                found, expected = getattr(ours, name), getattr(theirs, name)
+                assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
+                assert not found.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (SampleResult([5, 6], [-1.0, 0.5], [0, 0], "stop"), "sampled token 1 has log-probability 0.5"),
+        (SampleResult([5, 6], [None, -1.0], [0, 0], "stop"), "sampled token 0 has log-probability None"),  # type: ignore[list-item]
+        (SampleResult([5, 6], [-1.0, -1.0], [0, -3], "stop"), "sampled token 1 has weight version -3"),
+        (SampleResult([5, 6], [-1.0], [0, 0], "stop"), "2 sampled tokens need as many"),
+        (SampleResult([5, -6], [-1.0, -1.0], [0, 0], "stop"), "token ids of at least 0"),
+    ],
+)
+def test_one_that_is_refused_leaves_nothing_in_any_episode_and_is_told_by_its_own_token(
+    wrong: SampleResult, told: str
+) -> None:
+    episodes = [Episode(0, sample) for sample in range(3)]
+    append_prompts(episodes, [1])
+    right = SampleResult([1, 2, 3], [-1.0] * 3, [0] * 3, "stop")
+    with pytest.raises(ValueError, match=told):
+        append_samples([(episode, 0) for episode in episodes], [right, wrong, right])
+    assert [len(episode.turns) for episode in episodes] == [1, 1, 1]
 
 
 def episode_with_prompt() -> tuple[Episode, int]:
