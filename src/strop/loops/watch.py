@@ -180,4 +180,7 @@ def is_drawn(share: float, *key: int) -> bool:
 
 def _decider(verifiers: Mapping[str, VerifierSettings], row: Mapping[str, Any]) -> str:
     """Name of the verifier that says what is correct."""
-    return next((name for name, verifier in verifiers.items() if is_for(verifier, row)), "")
+    for name, verifier in verifiers.items():
+        if is_for(verifier, row):
+            return name
+    return ""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,8 +45,7 @@ class Status(StrEnum):
         return self in (Status.STOP, Status.LENGTH)
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """A run of tokens by one speaker, appended once.
 
     `logprobs` (float32) and `versions` (int32) have one entry for each token of a sampled turn and are empty otherwise.
@@ -64,8 +63,7 @@ class Turn:
         return self.role == "assistant"
 
 
-@dataclass(frozen=True)
-class TokenStream:
+class TokenStream(NamedTuple):
     """One path from the root of an episode to a leaf, as the trainer sees it; all arrays have length L.
 
     tokens: int64. loss_mask: bool, True only where the token was sampled and is trained in this stream.

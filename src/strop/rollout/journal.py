@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ Stream = tuple[int, ...]
 ENDS: tuple[FinishReason, ...] = ("stop", "length", "aborted")
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """What was sampled for a request. `result.finish` is `aborted` where it had not ended."""
 
     prompt: tuple[int, ...]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from strop.config.rollout import TreeSettings
 from strop.environments.driven import Driver
@@ -19,8 +20,7 @@ from strop.rollout.windows import all_or_none
 from strop.rollout.world import Detokenizer, PromptLike, Speaker, World
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """An episode that is to be played.
 
     settings: how tokens are drawn; `max_new_tokens` bounds all turns together. stream: keys the draws of the first

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from strop.rollout.episode import Episode, TokenStream, streams_of
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A stream of which one part is trained.
 
     reward: of the episode, or in a tree the mean over the leaves behind the part. cohort: the same for parts that are
@@ -77,8 +76,7 @@ def _between(stream: TokenStream, episode: Episode, depth: int) -> TokenStream:
     mask = stream.loss_mask & np.repeat(inside, sizes)
     turns = max((at + 1 for at, found in enumerate(inside) if found), default=0)
     end = sum(sizes[:turns])
-    return replace(
-        stream,
+    return stream._replace(
         tokens=stream.tokens[:end],
         loss_mask=mask[:end],
         logprobs=np.where(mask, stream.logprobs, np.float32("nan"))[:end],

@@ -6,8 +6,10 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations, pairwise
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +32,7 @@ _ITEM = re.compile(rf"[^\w.\\](\d{_REST}|-\d{_REST}|[A-Z])(?!\w)")
 _BETWEEN = re.compile(r"[\s,;/|&()\[\].:'\"*]+(?:(?:or|and)[\s(\[]+)?")
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A scored completion, as the alarms see it.
 
     group, sample, prompt_id: of its episode. answer: the reference answer as text, None if there is none. text: what
@@ -47,7 +48,7 @@ class Outcome:
     reward: float
     answer: str | None = None
     correct: bool | None = None
-    components: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, float] = MappingProxyType({})
     decider: str = ""
 
 
