@@ -147,6 +147,18 @@ def test_what_a_recipe_says_is_left_as_it_is() -> None:
     assert (sizes.tokens_per_micro_batch, sizes.max_sequences, sizes.reasons) == (77, 3, ())
 
 
+def test_an_engine_on_several_gpus_has_room_for_more_sequences() -> None:
+    shape, longest = Shape(layers=64, hidden=8192, heads=64, shared=8), 32_768
+    rows = {}
+    for tensor in (1, 4):
+        config = config_of(rollout={"engine": {"kind": "vllm", "tensor": tensor}})
+        rows[tensor] = choose_sizes(config, machine(80, "cuda", torch.bfloat16), shape, longest).max_sequences
+    assert 4 * rows[1] <= rows[4] <= 4 * rows[1] + 3
+    config = config_of(rollout={"engine": {"kind": "vllm", "tensor": 4}})
+    on_a_cpu = choose_sizes(config, machine(80, "cpu", torch.bfloat16), shape, longest)
+    assert on_a_cpu.max_sequences == rows[1]
+
+
 def test_recomputing_keeps_less() -> None:
     kept, recomputed = (activation_bytes(Shape(), item=4, recompute=r) for r in (False, True))
     assert recomputed * 10 < kept

@@ -156,7 +156,9 @@ def choose_sizes(
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         cached = 2 * text.num_hidden_layers * heads * size * item * longest
         most_rows = 512 if hardware.device.type == "cuda" else 256
-        rows = max(1, min(most_rows, int(hardware.memory * 0.25 / cached)))
+        # An engine on several GPUs has the memory of all of them; on a CPU its processes share the machine's.
+        cards = config.rollout.engine.tensor if hardware.device.type == "cuda" else 1
+        rows = max(1, min(most_rows, int(hardware.memory * 0.25 * cards / cached)))
         if config.supervised is None and (config.offline is None or config.data.eval is not None):
             reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
     sleeps, why = engine_sleeps(config, hardware, model, share=share, reference=reference)
