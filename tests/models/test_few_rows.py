@@ -132,6 +132,30 @@ def test_other_adapters_are_left_to_peft(changed: Any, request: pytest.FixtureRe
                 torch.testing.assert_close(model(x), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("part", ["base_layer", "lora_A", "lora_B"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_part_of_an_adapter_that_somebody_replaced_is_used(part: str, before: bool) -> None:
+    model, x = adapted(), torch.randn(2, 512)
+    layer = model.get_base_model()[0]
+    inner = layer.base_layer if part == "base_layer" else getattr(layer, part)["default"]
+    own = type(inner).forward
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * own(inner, x)
+
+    with torch.no_grad():
+        plain = model(x)
+        vars(inner)["forward"] = doubled
+        expected = model(x)
+        del vars(inner)["forward"]
+        assert (expected - plain).abs().max() > 1e-2
+        if before:
+            vars(inner)["forward"] = doubled
+        with few_rows.few_rows(model):
+            vars(inner)["forward"] = doubled
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_merged_adapters_are_not_added_twice() -> None:
     model, x = adapted(), torch.randn(2, 512)
     with torch.no_grad():

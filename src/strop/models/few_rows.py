@@ -22,7 +22,7 @@ from strop.models.replaced import replaced
 MOST = 16
 SMALLEST = 1 << 17
 
-Added = list[tuple[Tensor, Tensor, float]]
+Added = list[tuple[nn.Linear, nn.Linear, float]]
 
 _wanted: ContextVar[bool] = ContextVar("products of a few rows", default=False)
 
@@ -47,7 +47,7 @@ def few_rows(model: nn.Module) -> Iterator[None]:
         elif type(module) is nn.Linear:
             forwards.append((module, partial(_forward, module)))
         elif (added := _added(module)) is not None:
-            forwards.append((module, partial(_adapted, module.base_layer, added)))
+            forwards.append((module, partial(_adapted, module, added)))
         else:
             left += _children(module)
     token = _wanted.set(True)
@@ -69,18 +69,22 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, layer.weight, layer.bias)
 
 
-def _adapted(base: nn.Linear, added: Added, x: Tensor, *_: Any, **__: Any) -> Tensor:
+def _adapted(lora: Any, added: Added, x: Tensor, *given: Any, **named: Any) -> Tensor:
     """LoRA (arXiv 2106.09685): x W^T + s (x A^T) B^T, dropout off."""
+    base = lora.base_layer
+    if any("forward" in vars(one) for one in (base, *(factor for a, b, _ in added for factor in (a, b)))):
+        # Somebody has replaced a part of it since, and wants to be asked.
+        return type(lora).forward(lora, x, *given, **named)  # type: ignore[no-any-return]
     result = linear(x, base.weight, base.bias)
     rows, flat = result.view(-1, result.shape[-1]), x.reshape(-1, x.shape[-1])
     for a, b, scale in added:
-        rows.addmm_(flat @ a.T, b.T, alpha=scale)
+        rows.addmm_(flat @ a.weight.T, b.weight.T, alpha=scale)
     return result
 
 
 def _added(module: nn.Module) -> Added | None:
     """(A [rank, in], B [out, rank], scale) of each adapter that a layer adds; None where it is no layer of peft's whose
-    adapters are two plain float32 matrices."""
+    adapters are two plain float32 matrices that nobody computes in another way."""
     layers = sys.modules.get("peft.tuners.lora.layer")
     if layers is None or type(module) is not layers.Linear:
         return None
@@ -101,7 +105,7 @@ def _added(module: nn.Module) -> Added | None:
             plain = isinstance(factor, nn.Linear) and type(weight) is nn.Parameter and weight.dtype == torch.float32
             if not plain or factor.bias is not None or "forward" in vars(factor):
                 return None
-        added.append((lora.lora_A[name].weight, lora.lora_B[name].weight, float(lora.scaling[name])))
+        added.append((lora.lora_A[name], lora.lora_B[name], float(lora.scaling[name])))
     return added
 
 

@@ -186,7 +186,8 @@ class SingleDeviceTrainer:
         inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
         # Compiled blocks have their own products, and would be compiled anew for others.
         few = nullcontext() if self._forwards.compiled else few_rows(self.model)
-        with torch.no_grad(), few, self._forwards.running(self.model, self._ranks_of.plan(inputs.attention)):
+        # What else computes these layers otherwise comes first, and is left alone.
+        with torch.no_grad(), self._forwards.running(self.model, self._ranks_of.plan(inputs.attention)), few:
             flat = self._whole(lambda: self._forwards.compute(self._whole, inputs, "none", 1.0)).logprobs
             self._ranks_of.rest(self._whole)
         pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
