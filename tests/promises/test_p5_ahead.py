@@ -55,6 +55,8 @@ CONVERSATIONS: dict[str, Any] = {
     "model.create.context": 64,
     "rollout.max_new_tokens": 30,
     "environment.max_turn_tokens": 12,
+    # So few that sampling is what a step waits for: then a checkpoint finds some half way, however quick the rest is.
+    "rollout.engine.max_sequences": 6,
 }
 
 
