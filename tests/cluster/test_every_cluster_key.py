@@ -261,6 +261,8 @@ def test_an_engine_is_colocated_where_that_can_be(settings: dict[str, Any], expe
 def test_an_engine_on_several_gpus_has_a_process_of_its_own() -> None:
     vllm = {"engine": {"kind": "vllm", "tensor": 2}}
     assert not spread.colocated(config_of({"kind": "ray"}, rollout=vllm))
+    with pytest.raises(ConfigError, match="there is an engine of several GPUs"):
+        spread.colocated(config_of({"kind": "ray", "engines": {"placement": "colocated"}}, rollout=vllm))
     # Two for the engine and one for the trainer.
     ahead = config_of({"kind": "ray"}, rollout={**vllm, "max_staleness": 1})
     config, why = spread.settled(ahead, "cuda", 3)

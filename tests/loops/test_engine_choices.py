@@ -118,10 +118,8 @@ def test_several_gpus_that_are_not_there_or_sleep_are_refused(monkeypatch: pytes
 
     def problems(**changes: Any) -> list[tuple[str, str]]:
         engine = {"rollout.engine.kind": "vllm", "rollout.engine.tensor": 4}
-        cluster = changes.pop("cluster", {})
-        data = recipe(**{**engine, **changes})
         with pytest.raises(ConfigError) as caught:
-            check_engine(load_config(None, data={**data, "cluster": cluster}), "cuda")
+            check_engine(load_config(None, data=recipe(**{**engine, **changes})), "cuda")
         return [(problem.where, problem.what) for problem in caught.value.problems]
 
     [(where, what)] = problems()
@@ -129,8 +127,6 @@ def test_several_gpus_that_are_not_there_or_sleep_are_refused(monkeypatch: pytes
     assert "asks for 4 GPUs, and this machine shows 2" in what
     asleep = problems(**{"rollout.engine.sleep": "always", "rollout.engine.tensor": 2})
     assert [where for where, _ in asleep] == ["rollout.engine.sleep"]
-    there = problems(cluster={"kind": "ray", "engines": {"placement": "colocated"}})
-    assert [where for where, _ in there] == ["cluster.engines.placement"]
 
 
 @pytest.mark.parametrize(

@@ -124,14 +124,7 @@ def _problems_of_several(config: Config, device: str) -> Iterator[UserError]:
             where="rollout.engine.sleep",
             mend=f"leave it on auto, or {where} on 1",
         )
-    if config.cluster.kind == "ray":
-        if config.cluster.engines.placement == "colocated":
-            yield UserError(
-                f"a colocated engine has the GPU of the only trainer rank, and `{where}` asks for {engine.tensor}",
-                where="cluster.engines.placement",
-                mend="set it to separate, or leave it on auto",
-            )
-    elif device == "cuda" and (there := _gpus()) < engine.tensor:
+    if config.cluster.kind == "local" and device == "cuda" and (there := _gpus()) < engine.tensor:
         yield UserError(
             f"`{where}: {engine.tensor}` asks for {engine.tensor} GPUs, and this machine shows {there}",
             where=where,

@@ -24,17 +24,23 @@ def colocated(config: Config, *, ahead: bool | None = None) -> bool:
     """
     settings, ahead = config.cluster, config.rollout.max_staleness > 0 if ahead is None else ahead
     one = settings.trainer.ranks == 1 and settings.engines.count == 1
+    several = config.rollout.engine.tensor > 1
     moves = settings.publishing.transport not in ("auto", "shared")
     if settings.engines.placement == "colocated":
-        if not one or moves:
-            what = "a transport" if one else "several trainer ranks or engines"
+        if not one or moves or several:
+            what = (
+                "several trainer ranks or engines"
+                if not one
+                else "a transport"
+                if moves
+                else "an engine of several GPUs"
+            )
             raise _refused(
                 f"a colocated engine samples with the weights of the only trainer rank, and there is {what}",
                 where="cluster.engines.placement",
                 mend="set it to separate, or leave it on auto",
             )
         return True
-    several = config.rollout.engine.tensor > 1
     chosen = settings.engines.placement == "auto" and one and not moves and not ahead and not several
     if settings.publishing.transport == "shared" and not chosen:
         raise _refused(

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ _SEEDS = 1 << 63
 _MOST_CACHE_GIB = 4
 # In the place of what sleeps, after a sleep that failed half way.
 _LOST = "lost"
-_RPC_SECONDS = 600.0
+_RPC_SECONDS, _LAST_SECONDS = 600.0, 10.0
 
 Call = Callable[[str, tuple[Any, ...]], list[Any]]
 """Calls a method of each of vLLM's processes with arguments, and gives what they returned."""
@@ -331,8 +332,8 @@ class VllmCore:
                 self.wake_cache()
         finally:
             if self._workers is not None:
-                with suppress(Exception):  # some of them may be lost
-                    self._workers.end(self._call)
+                with suppress(Exception):  # some of them may be lost, or hang
+                    self._workers.end(partial(self._call, seconds=_LAST_SECONDS))
                 self._workers.close()
             self._core.shutdown()
             if self._sleeps:
@@ -355,8 +356,8 @@ class VllmCore:
             raise RunFailure("it keeps adapters of its own")
         self._adapters = LoRARequest("policy", 1, str(folder))
 
-    def _call(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        told: list[Any] = self._core.collective_rpc(method, timeout=_RPC_SECONDS, args=arguments)
+    def _call(self, method: str, arguments: tuple[Any, ...], *, seconds: float = _RPC_SECONDS) -> list[Any]:
+        told: list[Any] = self._core.collective_rpc(method, timeout=seconds, args=arguments)
         return told
 
     @property
