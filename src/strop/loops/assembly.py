@@ -232,7 +232,7 @@ def _make_vllm(prepared: Chosen, roles: Roles) -> VllmEngine:
     )
     check_heads(prepared.config, base.config)
     check_adapters(prepared.config, roles.model)
-    workers = IntoWorkers(settings.tensor) if settings.tensor > 1 else None
+    workers = IntoWorkers(settings.tensor, device=hardware.device) if settings.tensor > 1 else None
     return VllmEngine(
         roles.model,
         lambda: VllmCore(base.config, type(base).__name__, chosen, workers),

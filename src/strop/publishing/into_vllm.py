@@ -1,8 +1,9 @@
 """Weights on their way into the processes of a vLLM whose layers are divided among several GPUs.
 
 vLLM's workers are processes of its own, so nothing can be handed to them as tensors. The process that drives them lends
-them two buckets of the machine's memory, as it is done between trainer and engine; each worker puts whole tensors
-together, keeps its share by vLLM's own loaders, and compares what it then holds with what came.
+them two buckets, as it is done between trainer and engine, of its GPU's memory where all of them see that GPU, else of
+the machine's; each worker puts whole tensors together on its own device, keeps its share by vLLM's own loaders, and
+compares what it then holds with what came.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.publishing.checksums import checksum, checksums
+from strop.publishing.checksums import Summed, finished, summed
 from strop.publishing.manifest import Recording, dtype_named
-from strop.publishing.transports.ipc import IpcSender, IpcTaker
+from strop.publishing.transports.ipc import IpcSender, IpcTaker, gpu_name, visible_gpus
 from strop.publishing.transports.protocol import Offer
 from strop.rollout.engines.vllm_core import Call
 from strop.rollout.engines.vllm_weights import Place, Sent, adapters_aside, load, places
 
 _BUCKET = 64 << 20
+_MACHINE = "cpu"
 
 
 class WorkerExtension:
     """What each of vLLM's workers can do beside what vLLM lets it; vLLM mixes it into its class of workers."""
 
     rank: int
+    device: torch.device
     vllm_config: Any
     model_runner: Any
 
@@ -39,6 +42,10 @@ class WorkerExtension:
         A terminal and Slurm send these signals to every process of a run."""
         for one in (signal.SIGINT, signal.SIGTERM):
             signal.signal(one, signal.SIG_IGN)
+
+    def strop_visible_gpus(self) -> list[str]:
+        """Names of the GPUs whose memory this worker can be lent."""
+        return visible_gpus()
 
     def strop_end(self) -> None:
         """Be stopped by signals again: vLLM ends its workers by one."""
@@ -64,14 +71,14 @@ class WorkerExtension:
                 return places(model, sent.shapes, rank=rank, size=size)
 
         before = found()
-        expected: dict[str, int] = {}
+        expected: dict[str, Summed] = {}
 
         def coming() -> Generator[tuple[str, Tensor]]:
-            with closing(whole_tensors(taker, offer)) as tensors:
+            with closing(whole_tensors(taker, offer, self.device)) as tensors:
                 for name, tensor in tensors:
                     if name in before:
                         live, part = before[name]
-                        expected[name] = checksum(tensor[part].to(live.dtype))
+                        expected[name] = summed(tensor[part].to(live.dtype))
                     yield name, tensor
 
         with closing(coming()) as weights:
@@ -79,24 +86,39 @@ class WorkerExtension:
         # Building the model anew may have given it other memory.
         after = found()
         common = [name for name in expected if name in after]
-        held = checksums([after[name].live for name in common])
-        return [name for name, value in zip(common, held, strict=True) if value != expected[name]]
+        held = finished([summed(after[name].live) for name in common])
+        came = finished([expected[name] for name in common])
+        if self.device.type == "cuda":
+            # What the tensors were put together in; the GPU may be somebody else's too.
+            torch.cuda.empty_cache()
+        return [name for name, one, other in zip(common, held, came, strict=True) if one != other]
 
 
 class IntoWorkers:
-    """The end of the process that drives vLLM. workers: how many processes share the layers."""
+    """The end of the process that drives vLLM.
+
+    Args:
+        workers: how many processes share the layers.
+        bucket_bytes: of each of the two buckets.
+        device: where the buckets are; the machine's memory where a worker does not see that GPU.
+    """
 
     extension = f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
 
-    def __init__(self, workers: int, *, bucket_bytes: int = _BUCKET) -> None:
+    def __init__(self, workers: int, *, bucket_bytes: int = _BUCKET, device: torch.device | str = _MACHINE) -> None:
         self._workers = workers
         self._bucket_bytes = bucket_bytes
+        self._device = torch.device(device)
         self._sender: IpcSender | None = None
         self._number = 0
 
     def begin(self, call: Call) -> None:
         """What is to be done once in each worker. call: see `push`."""
         call("strop_begin", ())
+        if self._device.type == "cuda":
+            lent = gpu_name(self._device)
+            if not all(lent in seen for seen in call("strop_visible_gpus", ())):
+                self._device = torch.device(_MACHINE)
 
     def end(self, call: Call) -> None:
         """What is to be done in each worker before vLLM ends it. call: see `push`."""
@@ -116,7 +138,7 @@ class IntoWorkers:
             RunFailure: a worker was lost, or did not come for them. What `call` raises.
         """
         if self._sender is None:
-            self._sender = IpcSender(bucket_bytes=self._bucket_bytes)
+            self._sender = IpcSender(bucket_bytes=self._bucket_bytes, device=self._device)
         sender, self._number = self._sender, self._number + 1
         offer = sender.offer(self._number, takers=self._workers)
         with ThreadPoolExecutor(1, "strop-into-vllm") as aside:
@@ -138,8 +160,8 @@ class IntoWorkers:
             self._sender = None
 
 
-def whole_tensors(taker: IpcTaker, offer: Offer) -> Generator[tuple[str, Tensor]]:
-    """(name, tensor on the CPU) of a version, each as soon as all of it is there; it is the caller's."""
+def whole_tensors(taker: IpcTaker, offer: Offer, device: torch.device | str) -> Generator[tuple[str, Tensor]]:
+    """(name, tensor on the device) of a version, each as soon as all of it is there; it is the caller's."""
     parts: dict[str, Tensor] = {}
     arrived: dict[str, int] = {}
     with closing(taker.buckets(offer)) as buckets:
@@ -148,7 +170,7 @@ def whole_tensors(taker: IpcTaker, offer: Offer) -> Generator[tuple[str, Tensor]
                 dtype = dtype_named(piece.dtype)
                 total = math.prod(piece.shape) * dtype.itemsize
                 if piece.name not in parts:
-                    parts[piece.name] = torch.empty(total, dtype=torch.uint8)
+                    parts[piece.name] = torch.empty(total, dtype=torch.uint8, device=device)
                     arrived[piece.name] = 0
                 span = data[piece.offset : piece.offset + piece.length]
                 parts[piece.name][piece.start : piece.start + piece.length].copy_(span)

@@ -155,7 +155,7 @@ class IpcSender:
         """Hand the buckets to an engine that has just come."""
         try:
             if self._memory is None:
-                engine.send(("cuda", _uuid(self._device), [_cuda_handle(slot) for slot in self._slots]))
+                engine.send(("cuda", gpu_name(self._device), [_cuda_handle(slot) for slot in self._slots]))
             else:
                 engine.send(("memory", len(self._slots[0])))
                 reduction.send_handle(engine, self._memory, 0)
@@ -292,14 +292,14 @@ def _cuda_handle(slot: Tensor) -> bytes:
 def _cuda_opened(handle: bytes, uuid: str) -> Tensor:
     """The trainer's buffer, seen from here, where the same GPU may have another number."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    here = [index for index in range(torch.cuda.device_count()) if _uuid(torch.device("cuda", index)) == uuid]
-    if not here:
+    here = visible_gpus()
+    if uuid not in here:
         raise RunFailure(
             "the engine does not see the GPU that holds the trainer's buffers",
             mend="use cluster.publishing.transport: broadcast",
         )
     rebuild, arguments = pickle.loads(handle)
-    changed = [here[0] if at == _DEVICE_ARGUMENT else value for at, value in enumerate(arguments)]
+    changed = [here.index(uuid) if at == _DEVICE_ARGUMENT else value for at, value in enumerate(arguments)]
     return rebuild(*changed)  # type: ignore[no-any-return]
 
 
@@ -307,5 +307,11 @@ def _cuda_opened(handle: bytes, uuid: str) -> Tensor:
 _DEVICE_ARGUMENT = 6
 
 
-def _uuid(device: torch.device) -> str:
+def gpu_name(device: torch.device) -> str:
+    """What a GPU is called in every process, whatever number it has there."""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process sees, by their numbers here."""
+    return [gpu_name(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
