@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from strop.models.forward import score_streams
 from strop.rollout.engine import Engine, SampleRequest, SampleResult
 
 
@@ -57,3 +58,13 @@ def went_on(asked: SampleRequest, found: SampleResult, old: Any, new: Any) -> No
     assert np.abs(logprobs - logprobs_of(old, asked, found))[:before].max(initial=0.0) < 1e-4
     assert np.abs(logprobs - logprobs_of(new, asked, found))[before:].max(initial=0.0) < 1e-4
     assert found.finish == "stop" or len(found.tokens) == asked.settings.max_new_tokens
+
+
+class Scores:
+    """A trainer, as the proof sees it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return score_streams(self.model, token_lists)

@@ -19,6 +19,7 @@ from sampled import sample
 
 from strop.models.forward import score_streams
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
+from strop.rollout.engines import vllm_weights
 from strop.rollout.engines.vllm import VllmEngine
 from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
 
@@ -236,7 +237,7 @@ async def test_a_weight_that_nobody_brings_is_seen(held: Held, monkeypatch: pyte
     await engine.sleep()
     with monkeypatch.context() as patch:
         patch.setattr(core._model, "load_weights", without)
-        patch.setattr(core, "stale", lambda weights: [])
+        patch.setattr(vllm_weights, "stale", lambda model, weights: [])
         await engine.update_weights(WeightUpdate(1))
     (scored,) = await engine.score([ASKED[1].tokens])
     assert np.isnan(scored[1:]).any()

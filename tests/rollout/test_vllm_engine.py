@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import logprobs_of, model_for_vllm, sample, went_on
+from sampled import Scores, logprobs_of, model_for_vllm, sample, went_on
 
 from strop.config.model import LoraConfig
 from strop.errors import RunFailure
@@ -310,16 +310,6 @@ async def test_the_probe_is_scored_while_the_engine_is_paused(core: VllmCore) ->
     await engine.resume()
     found = (await running).plain()
     assert np.abs(np.asarray(found.logprobs) - logprobs_of(MODEL, request(), found)).max() < 1e-4
-
-
-class Scores:
-    """A trainer, as the proof sees it."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return score_streams(self.model, token_lists)
 
 
 async def test_a_stale_tensor_stops_the_run(core: VllmCore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import logprobs_of, model_for_vllm, sample, went_on
+from forgetful_worker import IntoForgetful
+from sampled import Scores, logprobs_of, model_for_vllm, sample, went_on
 
 from strop.config.model import LoraConfig
 from strop.errors import RunFailure
 from strop.models.forward import score_streams
 from strop.models.load import add_lora
-from strop.publishing.into_vllm import IntoWorkers
+from strop.publishing.proof import Probe
+from strop.publishing.shared import SharedPublisher
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.vllm import VllmEngine
 from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
@@ -41,7 +43,7 @@ def core_of(**changes: Any) -> VllmCore:
         torch.float32, CONTEXT, 16, 512, memory=0.3, eager=True, prefix_caching=True, tensor=2, **changes
     )
     # Buckets that are smaller than the embeddings.
-    return VllmCore(MODEL.config, type(MODEL).__name__, settings, IntoWorkers(2, bucket_bytes=20_000))
+    return VllmCore(MODEL.config, type(MODEL).__name__, settings, IntoForgetful(2, bucket_bytes=20_000))
 
 
 @pytest.fixture(scope="module")
@@ -137,25 +139,40 @@ async def test_new_weights_reach_every_rank(core: VllmCore) -> None:
 
 
 @in_one_loop
-async def test_what_a_rank_holds_is_compared_with_what_it_was_given(
-    core: VllmCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = await engine_of(core)
-    told = core._call
-
-    def changed(method: str, arguments: tuple[Any, ...]) -> list[Any]:
-        return [*told(method, arguments), ["model.norm.weight"]]
-
-    monkeypatch.setattr(core, "_call", changed)
-    with pytest.raises(RunFailure, match=r"other values than it was given, in 1 of 21 tensors: model\.norm\.weight"):
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight"])
+async def test_what_a_rank_does_not_keep_is_named(core: VllmCore, rank: int, name: str) -> None:
+    model = copy.deepcopy(MODEL)
+    engine = await engine_of(core, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    core._call("forget", (rank, name))
+    with pytest.raises(RunFailure, match=rf"other values than it was given, in 1 of 21 tensors: {name}"):
         await engine.update_weights(WeightUpdate(1))
     with pytest.raises(RunFailure, match="serves no version"):
         await engine.generate(request())
-    monkeypatch.undo()
     # The next publication mends it.
     await engine.update_weights(WeightUpdate(2))
     (found,) = await sample(engine, [request()])
     assert set(found.versions) == {2}
+    assert np.abs(np.asarray(found.logprobs) - logprobs_of(model, request(), found)).max() < 1e-4
+
+
+@in_one_loop
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_what_a_rank_keeps_in_a_form_of_its_own_is_proved_by_what_is_computed(core: VllmCore, rank: int) -> None:
+    """As vLLM keeps most weights on a CPU; on a GPU it compares these too."""
+    model = copy.deepcopy(MODEL)
+    engine = await engine_of(core, model)
+    publisher = SharedPublisher(engine, Probe.make(96, floor=1e-4))
+    assert (await publisher.publish(Scores(model), version=1))["publish/probe_gap"] < 1e-4
+    core._call("forget", (rank, "model.layers.1.self_attn.q_proj.weight"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    with pytest.raises(RunFailure, match="log-probabilit"):
+        await publisher.publish(Scores(model), version=2)
 
 
 @in_one_loop
