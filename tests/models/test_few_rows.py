@@ -41,6 +41,27 @@ def test_the_results_are_those_of_the_ordinary_product(rows: int, products: mock
     assert all("forward" not in vars(layer) for layer in model)
 
 
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_three_or_four_rows_are_multiplied_by_blas_where_inputs_are_short(
+    rows: int, adapters: bool, products: mock.Mock
+) -> None:
+    torch.manual_seed(1)
+    sizes = [(512, 384), (384, 1200), (1200, 512)]
+    model: Any = nn.Sequential(*(nn.Linear(width, out, bias=False) for width, out in sizes))
+    if adapters:
+        model = adapted(model, target_modules=["0", "1", "2"])
+    x = torch.randn(1, rows, 512)
+    with torch.no_grad():
+        expected = model(x)
+        with few_rows.few_rows(model), mock.patch.object(torch, "mm", side_effect=torch.mm) as seen:
+            found = model(x)
+    # Each adapter is two further products, of which one is added in place.
+    assert (seen.call_count, products.call_count) == (4 if adapters else 2, 1)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "rows"),
     [(lambda model: model, 17), (lambda model: model, 0), (lambda model: model.bfloat16(), 3)],
@@ -78,14 +99,14 @@ def test_after_a_failure_all_is_as_before() -> None:
     assert not few_rows._wanted.get()
 
 
-def adapted(**changes: Any) -> Any:
-    """Two layers with adapters of rank 4, whose B is no zero."""
+def adapted(base: nn.Module | None = None, **changes: Any) -> Any:
+    """Layers, two of which have adapters of rank 4 if nothing else is said, whose B is no zero."""
     from peft import LoraConfig, get_peft_model
 
     from strop.models.adapters import compute_like_inputs
 
     settings = {"r": 4, "lora_alpha": 12, "target_modules": ["0", "2"], "init_lora_weights": False, **changes}
-    model = get_peft_model(layers(), LoraConfig(**settings)).eval()
+    model = get_peft_model(layers() if base is None else base, LoraConfig(**settings)).eval()
     compute_like_inputs(model)
     return model
 

@@ -1,7 +1,8 @@
 """Linear layers for a few rows on a CPU, such as the tokens of a proof of delivery.
 
 BLAS puts a weight into another order before it multiplies, which for a few rows costs more than the product. oneDNN
-reads it once, where it lies: a pass of four tokens over SmolLM2-135M takes three quarters of the time.
+reads it once, where it lies: a pass of four tokens over SmolLM2-135M takes three quarters of the time. BLAS does so too
+for three or four rows, and faster, where it is asked for the transposed product, W x^T.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from strop.models.replaced import replaced
 # Above these rows, and below these weights, where the call itself costs more, the ordinary product is as fast.
 MOST = 16
 SMALLEST = 1 << 17
+# What is computed as W x^T, three rows as if they were four. With others, and over longer inputs, oneDNN is faster.
+TRANSPOSED_ROWS = (3, 4)
+TRANSPOSED_LONGEST = 1024
+TRANSPOSED_SMALLEST = 1 << 14
 
 Added = list[tuple[nn.Linear, nn.Linear, float]]
 
@@ -29,7 +34,7 @@ _wanted: ContextVar[bool] = ContextVar("products of a few rows", default=False)
 
 @contextmanager
 def few_rows(model: nn.Module) -> Iterator[None]:
-    """While this is entered, float32 products of a few rows with a weight on a CPU go to oneDNN, without gradients.
+    """While this is entered, float32 products of a few rows with a weight on a CPU are computed so, without gradients.
 
     Plain adapters (LoRA) are added in the same call, where their layers in peft would start a dozen modules and
     operations for each. Whatever else is computed, and weights that are divided among ranks, stay as they are. So do
@@ -59,9 +64,12 @@ def few_rows(model: nn.Module) -> Iterator[None]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias; by oneDNN within `few_rows`, where that is the faster way."""
-    if _wanted.get() and _fits(x, weight, bias):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    """x @ weight.T + bias; within `few_rows` in the way that is the fastest."""
+    if _wanted.get():
+        if _turns(x, weight, bias):
+            return _turned(torch.mm(weight, _columns(x)), x)
+        if _fits(x, weight, bias):
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     return nn.functional.linear(x, weight, bias)
 
 
@@ -71,14 +79,24 @@ def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def _adapted(lora: Any, added: Added, x: Tensor, *given: Any, **named: Any) -> Tensor:
     """LoRA (arXiv 2106.09685): x W^T + s (x A^T) B^T, dropout off."""
-    base = lora.base_layer
-    if any("forward" in vars(one) for one in (base, *(factor for a, b, _ in added for factor in (a, b)))):
-        # Somebody has replaced a part of it since, and wants to be asked.
+    base = _child(lora, "base_layer")
+    replaced_since = "forward" in vars(base)
+    for a, b, _ in added:
+        replaced_since = replaced_since or "forward" in vars(a) or "forward" in vars(b)
+    if replaced_since:
+        # Somebody wants to be asked.
         return type(lora).forward(lora, x, *given, **named)  # type: ignore[no-any-return]
-    result = linear(x, base.weight, base.bias)
+    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    if _turns(x, weight, bias):
+        columns = _columns(x)
+        product = torch.mm(weight, columns)
+        for a, b, scale in added:
+            product.addmm_(_parameter(b, "weight"), torch.mm(_parameter(a, "weight"), columns), alpha=scale)
+        return _turned(product, x)
+    result = linear(x, weight, bias)
     rows, flat = result.view(-1, result.shape[-1]), x.reshape(-1, x.shape[-1])
     for a, b, scale in added:
-        rows.addmm_(flat @ a.weight.T, b.weight.T, alpha=scale)
+        rows.addmm_(flat @ _parameter(a, "weight").T, _parameter(b, "weight").T, alpha=scale)
     return result
 
 
@@ -91,33 +109,75 @@ def _added(module: nn.Module) -> Added | None:
     lora: Any = module
     if lora.disable_adapters or lora.merged or lora.fan_in_fan_out or lora.lora_variant:
         return None
-    base = lora.base_layer
-    if type(base) is not nn.Linear or "forward" in vars(base) or base.weight.dtype != torch.float32:
+    base = _child(lora, "base_layer")
+    if type(base) is not nn.Linear or "forward" in vars(base) or _parameter(base, "weight").dtype != torch.float32:
         return None
     added = []
+    every_a, every_b = _child(lora, "lora_A")._modules, _child(lora, "lora_B")._modules
     for name in lora.active_adapters:
-        if name not in lora.lora_A:
+        if name not in every_a:
             continue
-        if module.training and not isinstance(lora.lora_dropout[name], nn.Identity):
+        if lora.training and not isinstance(lora.lora_dropout[name], nn.Identity):
             return None
-        for factor in (lora.lora_A[name], lora.lora_B[name]):
-            weight = factor.weight
-            plain = isinstance(factor, nn.Linear) and type(weight) is nn.Parameter and weight.dtype == torch.float32
-            if not plain or factor.bias is not None or "forward" in vars(factor):
-                return None
-        added.append((lora.lora_A[name], lora.lora_B[name], float(lora.scaling[name])))
+        a, b = every_a[name], every_b[name]
+        if not _plain_factor(a) or not _plain_factor(b):
+            return None
+        added.append((a, b, float(lora.scaling[name])))
     return added
+
+
+def _plain_factor(factor: Any) -> bool:
+    if not isinstance(factor, nn.Linear) or "forward" in vars(factor) or _parameter(factor, "bias") is not None:
+        return False
+    weight = _parameter(factor, "weight")
+    return type(weight) is nn.Parameter and weight.dtype == torch.float32
+
+
+# Attributes of a module are looked for in three places, and there are a dozen for each layer.
+def _child(module: nn.Module, name: str) -> Any:
+    return module._modules[name]
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    return module._parameters[name]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
     return [child for child in module._modules.values() if child is not None]
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _turns(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product is to be computed as W x^T."""
     return (
-        weight.numel() >= SMALLEST
-        and 0 < x.numel() <= MOST * x.shape[-1]
-        and all(type(one) in (Tensor, nn.Parameter) for one in (x, weight, bias) if one is not None)
+        bias is None
+        and weight.numel() >= TRANSPOSED_SMALLEST
+        and x.shape[-1] <= TRANSPOSED_LONGEST
+        and x.numel() // x.shape[-1] in TRANSPOSED_ROWS
+        and _are_plain(x, weight, bias)
+    )
+
+
+def _columns(x: Tensor) -> Tensor:
+    """[H, 4] of [..., H], zeros in a column that is not there: BLAS is made for four."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) < TRANSPOSED_ROWS[-1]:
+        rows = nn.functional.pad(rows, (0, 0, 0, TRANSPOSED_ROWS[-1] - len(rows)))
+    return rows.t()
+
+
+def _turned(product: Tensor, x: Tensor) -> Tensor:
+    """[..., out] of [out, 4], with the first dimensions of x."""
+    return product[:, : x.numel() // x.shape[-1]].t().contiguous().view(*x.shape[:-1], product.shape[0])
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product is to be computed by oneDNN."""
+    return weight.numel() >= SMALLEST and 0 < x.numel() <= MOST * x.shape[-1] and _are_plain(x, weight, bias)
+
+
+def _are_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        all(type(one) in (Tensor, nn.Parameter) for one in (x, weight, bias) if one is not None)
         and x.dtype == weight.dtype == torch.float32
     )
 
