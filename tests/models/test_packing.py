@@ -105,6 +105,22 @@ def test_packed_equals_unpacked(family: str, alone_from: int, monkeypatch: pytes
         assert (found[name] - gradient).abs().max() <= 1e-5 * max(1.0, float(gradient.abs().max())), name
 
 
+@pytest.mark.parametrize("alone_from", [512, 6], ids=["together", "long-streams-alone"])
+def test_a_pass_without_a_gradient_gives_the_same_bits(alone_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_padded, "ALONE_ON_CPU", alone_from)
+    model = tiny("llama")
+    prompt = streams_of([7], seed=1)[0]
+    streams = [np.concatenate([prompt, tail]) for tail in streams_of([4, 9, 2])] + streams_of([13, 5], seed=2)
+    inputs = packed_inputs(
+        pack(streams, [7, 7, 7, 0, 0]), [np.arange(len(s)) > 0 for s in streams], torch.device("cpu")
+    )
+    found = []
+    for gradient in (True, False):
+        with running(model, inputs.attention), torch.set_grad_enabled(gradient):
+            found.append(packed_logprobs(model, inputs)[0])
+    assert torch.equal(*found)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=4)), min_size=1, max_size=4)

@@ -48,6 +48,11 @@ class Gather(torch.autograd.Function):
         return out, None, None
 
 
+def gathered(x: Tensor, index: Tensor, inverse: Any) -> Tensor:
+    """Rows of x by index, see `Gather`; without a gradient the call of a function of autograd costs more than they."""
+    return Gather.apply(x, index, inverse) if torch.is_grad_enabled() else x.index_select(0, index)
+
+
 def inverse(index: np.ndarray, used: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """For a gather by `index` whose places `used` matter: rows by how often they were gathered, and where."""
     places = np.flatnonzero(used)
@@ -129,7 +134,7 @@ class PaddedAttention:
                 pieces.append(found[0].transpose(0, 1).reshape(self.lengths[at], -1))
         out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if not self._in_order:
-            out = Gather.apply(out, self._order, [(self._order, self._count(self.tokens))])
+            out = self._permuted(out, self._order)
         return out.view(1, self.tokens, query.shape[1], -1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -148,18 +153,21 @@ class PaddedAttention:
     def _padded(self, b: _Bucket, q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, int], scores: Scores) -> Tensor:
         size, queries, keys = b.shape
         groups = heads[0] // heads[1]
-        query = Gather.apply(q, b.queries, b.query_inverse).view(size, queries, heads[1], groups, -1)
-        key = Gather.apply(k, b.keys, b.key_inverse).view(size, keys, heads[1], -1).transpose(1, 2)
-        value = Gather.apply(v, b.keys, b.key_inverse).view(size, keys, heads[1], -1).transpose(1, 2)
+        query = gathered(q, b.queries, b.query_inverse).view(size, queries, heads[1], groups, -1)
+        key = gathered(k, b.keys, b.key_inverse).view(size, keys, heads[1], -1).transpose(1, 2)
+        value = gathered(v, b.keys, b.key_inverse).view(size, keys, heads[1], -1).transpose(1, 2)
         mask = b.mask_of(scores.window, groups, query.dtype if scores.plain else None)
         # Query heads that share a key head become further queries of it: no key is repeated.
         query = query.permute(0, 2, 3, 1, 4).reshape(size, heads[1], groups * queries, -1)
         out = scored_attention(query, key, value, mask, scores, groups)
         out = out.view(size, heads[1], groups, queries, -1).permute(0, 3, 1, 2, 4).reshape(size * queries, -1)
-        return Gather.apply(out, b.out_places, [(b.out_places, self._count(len(b.out_places)))])
+        return self._permuted(out, b.out_places)
 
-    def _count(self, n: int) -> Tensor:
-        return torch.arange(n, device=self.device)[:, None]
+    def _permuted(self, x: Tensor, index: Tensor) -> Tensor:
+        """Rows of x by an index that has none twice."""
+        if not torch.is_grad_enabled():
+            return x.index_select(0, index)
+        return gathered(x, index, [(index, torch.arange(len(index), device=self.device)[:, None])])
 
     def _bucket(self, layout: Layout, chosen: list[int]) -> _Bucket:
         segments = [layout.segments[at] for at in chosen]
