@@ -435,6 +435,23 @@ async def test_packed_weights_sample_the_same(tiny_model: Make, family: str) -> 
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
+async def test_a_matrix_too_small_to_be_packed_is_so_with_adapters(
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop.rollout.engines import packed_linear
+
+    plain = tiny_model()
+    model = adapted(tiny_model(), targets=["q_proj", "down_proj"])
+    sizes = {m.weight.numel() for n, m in plain.named_modules() if n.endswith(("q_proj", "down_proj"))}
+    monkeypatch.setattr(packed_linear, "SMALLEST", packed_linear.ADAPTED * min(sizes))
+    found = [packed_linear.PackedLinears(one, rows=4)._forwards for one in (plain, model)]
+    assert [len(forwards) for forwards in found] == [0, 2 * 2]
+    assert all(hasattr(module, "lora_A") for module, _ in found[1])
+    requests = groups(0.7)
+    engine = engine_of(model, max_sequences=5, pack_weights=True)
+    same(await sample(engine, requests), [one_at_a_time(model, r) for r in requests])
+
+
 @pytest.mark.usefixtures("packs_everything")
 @pytest.mark.parametrize("pack", [False, True])
 # Larger adapters would make rounding larger; 16 / sqrt(4) is the scale of the plain ones.

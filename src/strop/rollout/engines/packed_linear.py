@@ -21,6 +21,8 @@ from strop.models.replaced import replaced
 Product = Callable[..., Tensor]
 # Smaller matrices gain nothing: the call itself costs more.
 SMALLEST = 1 << 17
+# How much smaller they may be with adapters: merged, these need no product, and no module of peft, of their own.
+ADAPTED = 8
 
 
 def available(model: nn.Module) -> bool:
@@ -77,7 +79,7 @@ class PackedLinears:
             if module in inside:
                 continue
             base = base_of(module)
-            if base is None or base.weight.numel() < SMALLEST:
+            if base is None or base.weight.numel() * (1 if base is module else ADAPTED) < SMALLEST:
                 continue
             inside.update(module.modules())
             self._forwards.append((module, _packed_when_used(module, base, rows)))
