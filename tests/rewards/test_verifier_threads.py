@@ -139,6 +139,57 @@ def test_where_the_system_has_no_more_threads_those_that_are_there_make_all_call
     assert Only.made > 1
 
 
+def test_where_the_system_has_no_thread_at_all_each_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def several(crew: Crew) -> list[int | BaseException]:
+        made = [crew.call(lambda n=n: n, name="x", timeout=30) for n in range(3)]
+        return await asyncio.gather(*made, return_exceptions=True)
+
+    crew = Crew(2)
+    with monkeypatch.context() as without:
+        without.setattr(calls, "_Thread", none_left)
+        without.setattr(calls, "_idle", [])
+        assert [str(one) for one in asyncio.run(several(crew))] == ["can't start new thread"] * 3
+    assert asyncio.run(several(crew)) == [0, 1, 2]
+
+
+def test_calls_that_come_together_wake_one_thread_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken = list[Crew]()
+    work_for = calls._Thread.work_for
+
+    def noting(thread: calls._Thread, crew: Crew) -> None:
+        woken.append(crew)
+        # Long enough for a thread to make calls one by one as they come.
+        work_for(thread, crew)
+        time.sleep(0.005)
+
+    async def several(crew: Crew) -> list[int]:
+        return await asyncio.gather(*(crew.call(lambda n=n: n, name="x", timeout=30) for n in range(20)))
+
+    monkeypatch.setattr(calls._Thread, "work_for", noting)
+    assert asyncio.run(several(Crew(1))) == list(range(20))
+    assert len(woken) == 1
+
+
+def test_what_has_ended_does_not_wait_for_the_next_call_of_its_thread() -> None:
+    release = threading.Event()
+
+    async def two() -> int:
+        crew = Crew(1)
+        first = asyncio.create_task(crew.call(lambda: 7, name="first"))
+        second = asyncio.create_task(crew.call(release.wait, name="second"))
+        try:
+            return await asyncio.wait_for(first, 10)
+        finally:
+            assert not second.done()
+            release.set()
+            await second
+
+    assert asyncio.run(two()) == 7
+
+
 def test_the_time_of_a_call_begins_with_the_call_and_not_in_the_queue() -> None:
     async def calls() -> list[int]:
         crew = Crew(1)

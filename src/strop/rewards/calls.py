@@ -38,8 +38,9 @@ class Slots:
 class Crew:
     """Daemon threads that make so many calls at a time; the others wait, and are made in the order in which they came.
 
-    A thread that has made a call takes the next one itself: to be woken for each takes longer than many a verifier.
-    From any event loop.
+    A thread that has made a call takes the next one itself: to be woken for each takes longer than many a verifier. For
+    the same reason one is woken when all that is ready in the event loop has asked, and the loop is woken once for all
+    calls that end before it comes round. From any event loop.
 
     Args:
         size: calls at a time; None for any number.
@@ -56,6 +57,8 @@ class Crew:
         self._waiting: deque[_Call[Any]] = deque()
         self._working = 0
         self._coming = False
+        self._asked: asyncio.AbstractEventLoop | None = None
+        self._ended: dict[asyncio.AbstractEventLoop, list[_Call[Any]]] = {}
 
     async def call(self, function: Callable[[], T], *, name: str, timeout: float | None = None) -> T:
         """What a function returns, in a thread that does nothing else meanwhile.
@@ -90,6 +93,7 @@ class Crew:
             with suppress(Exception):  # the system has no more threads: this one makes all calls
                 self._fill()
             call.run()
+            self._tell_of(call)
             with self._lock:
                 if call.left_behind:  # another thread has its place
                     return
@@ -97,7 +101,44 @@ class Crew:
     def _add(self, call: _Call[Any]) -> None:
         with self._lock:
             self._waiting.append(call)
-        self._fill()
+            asked, self._asked = self._asked, call.loop
+        if asked is not call.loop:
+            call.loop.call_soon(self._begin_for, call.loop)
+
+    def _begin_for(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Make the calls for which an event loop has asked."""
+        with self._lock:
+            if self._asked is loop:
+                self._asked = None
+        try:
+            self._fill()
+        except BaseException as error:
+            with self._lock:
+                if self._working:  # whoever is there makes all calls
+                    return
+                calls, self._waiting = self._waiting, deque()
+                for call in calls:
+                    call.began, call.error = time.monotonic(), error
+            for call in calls:
+                self._tell_of(call)
+
+    def _tell_of(self, call: _Call[Any]) -> None:
+        """Let its event loop know that a call has ended."""
+        with self._lock:
+            if (ended := self._ended.get(call.loop)) is not None:  # it has yet to come round for another one
+                ended.append(call)
+                return
+            # One that was closed before it came round never will.
+            self._ended = {loop: ended for loop, ended in self._ended.items() if not loop.is_closed()}
+            self._ended[call.loop] = [call]
+        with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            call.loop.call_soon_threadsafe(self._announce, call.loop)
+
+    def _announce(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._lock:
+            ended = self._ended.pop(loop, [])
+        for call in ended:
+            call.announce()
 
     def _fill(self) -> None:
         """See that a thread is at work for what waits, if there may be one more.
@@ -149,8 +190,8 @@ class _Call(Generic[T]):
     """One call; it leaves a result or an error."""
 
     def __init__(self, function: Callable[[], T], loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self.loop = loop
         self._function = function
-        self._loop = loop
         self._name = name
         self._moved: asyncio.Future[None] = loop.create_future()
         self.result: list[T] = []
@@ -171,8 +212,8 @@ class _Call(Generic[T]):
     async def moved(self, limit: float | None) -> None:
         """Wait until it has ended, or for so many seconds. `asyncio.wait` takes twice as long to set up."""
         if self._moved.done():
-            self._moved = self._loop.create_future()
-        alarm = None if limit is None else self._loop.call_later(limit, self._announce)
+            self._moved = self.loop.create_future()
+        alarm = None if limit is None else self.loop.call_later(limit, self.announce)
         try:
             await self._moved
         finally:
@@ -185,12 +226,9 @@ class _Call(Generic[T]):
             self.result.append(self._function())
         except BaseException as error:  # A `sys.exit()` in a reward must not pass as a hang.
             self.error = error
-        try:
-            self._loop.call_soon_threadsafe(self._announce)
-        except RuntimeError:  # The loop is closed: nobody waits any more.
-            return
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Let whoever waits look again; in the event loop."""
         if not self._moved.done():
             self._moved.set_result(None)
 
