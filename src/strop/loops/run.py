@@ -165,7 +165,8 @@ class Run(BaseRun):
         collector = self.collector
         episodes = [e for group in [*groups, *collector.discarded] for e in group.episodes]
         judged = [*episodes, *collector.baselines.values()]
-        if self._judges:
+        # Of most steps none has failed, and no reward need be made of each.
+        if self._judges and not all(e.status is None or e.status.trainable for e in judged):
             check_errors([reward_of(e) for e in judged], first_step=self.step == 0, settings=self.config.rewards)
         joined = self.past.join(groups, self.step)
         baselines = collector.baselines | self.past.baselines

@@ -127,16 +127,19 @@ def dominance(outcomes: Sequence[Outcome]) -> Found | None:
     groups: dict[int, list[Outcome]] = defaultdict(list)
     for one in outcomes:
         groups[one.group].append(one)
+    # The members of a group are of one row, which one verifier decides.
+    deciders = {number: {members[0].decider} for number, members in groups.items()}
+    if all(one.components.keys() <= deciders[one.group] for one in outcomes):
+        return None
     whole = 0.0
     shares: dict[str, float] = defaultdict(float)
-    for members in groups.values():
+    for number, members in groups.items():
         totals = _centred([math.fsum(one.components.values()) for one in members])
         whole += math.fsum(total * total for total in totals)
         for name in {name for one in members for name in one.components}:
             scores = _centred([one.components.get(name, 0.0) for one in members])
             products = math.fsum(score * total for score, total in zip(scores, totals, strict=True))
-            # The members of a group are of one row, which one verifier decides.
-            shares["" if members[0].decider == name else name] += products
+            shares["" if name in deciders[number] else name] += products
     others = {name: share for name, share in shares.items() if name}
     if whole <= 1e-12 or not others:
         return None
