@@ -145,6 +145,11 @@ def test_dominance_is_a_share_of_the_variance_within_groups() -> None:
     assert dominance([scored(0, right=0), scored(0, right=1)]) is None
 
 
+@given(st.text("aAB_.,-0123 \\\\=;(", max_size=30))
+def test_candidates_of_ascii_are_those_of_the_same_text_before_other_letters(text: str) -> None:
+    assert candidates(text) == candidates(f"{text}\nü")
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), *[st.floats(-5, 5)] * 3), min_size=2, max_size=20))
 def test_shares_of_all_components_add_up(rows: list[tuple[int, float, float, float]]) -> None:
     """Each component's share is what remains for it when the other two are one."""
