@@ -203,12 +203,12 @@ class Episode:
 
     def sampled_ids(self) -> np.ndarray:
         """Token ids of all sampled turns, in order: int64, not to be written to."""
-        found = [turn.tokens for turn in self.turns if turn.sampled]
+        found = [turn.tokens for turn in self.turns if turn.role == "assistant"]
         return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
     def sampled_tokens(self) -> int:
         """How many tokens the policy sampled in the whole tree."""
-        return sum(len(turn.tokens) for turn in self.turns if turn.sampled)
+        return sum([len(turn.tokens) for turn in self.turns if turn.role == "assistant"])
 
     def _append(
         self,
@@ -245,6 +245,8 @@ class Episode:
 
     def paths(self) -> list[tuple[TurnId, ...]]:
         """The turns from the root to each leaf, in order of the leaves."""
+        if len(self.turns) == 2 and self.turns[1].parent == 0:  # a prompt and its completion, as most have
+            return [(0, 1)]
         parents = {turn.parent for turn in self.turns}
         return [self._path(leaf) for leaf in range(len(self.turns)) if leaf not in parents]
 
@@ -318,17 +320,20 @@ def streams_of(episodes: Sequence[Episode], taken: set[int] | None = None) -> li
     trained: list[bool] = []
     for episode, of_it in zip(episodes, paths, strict=True):
         for path in of_it:
-            along = [episode.turns[turn] for turn in path]
-            turns += along
-            trained += [turn.sampled and id(turn) not in taken for turn in along]
-            taken.update(map(id, along))
+            for place in path:
+                turn = episode.turns[place]
+                turns.append(turn)
+                trained.append(turn.role == "assistant" and id(turn) not in taken)
+                taken.add(id(turn))
     if not turns:
         return [[] for _ in episodes]
-    sizes = [len(turn.tokens) for turn in turns]
-    unknown, nobody = np.full(max(sizes), np.nan, dtype=np.float32), np.full(max(sizes), -1, dtype=np.int32)
-    each = list(zip(turns, sizes, trained, strict=True))
-    tokens = np.concatenate([turn.tokens for turn in turns])
+    parts = [turn.tokens for turn in turns]
+    sizes = list(map(len, parts))
+    most = max(sizes)
+    unknown, nobody = np.full(most, np.nan, dtype=np.float32), np.full(most, -1, dtype=np.int32)
+    tokens = np.concatenate(parts)
     mask = np.repeat(trained, sizes)
+    each = list(zip(turns, sizes, trained, strict=True))
     logprobs = np.concatenate([turn.logprobs if own else unknown[:size] for turn, size, own in each])
     versions = np.concatenate([turn.versions if own else nobody[:size] for turn, size, own in each])
     ends = [0, *accumulate(sizes)]
