@@ -13,10 +13,12 @@ from __future__ import annotations
 import os
 import random
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -169,7 +171,9 @@ class VllmCore:
         self._sleeps = settings.sleeps
         self._keeps = settings.keeps
         self._asleep: list[str] = []
+        self._closing = threading.Event()
         if workers is not None:
+            _end_together(self._core.engine_core.model_executor.workers, self._closing)
             workers.begin(self._call)
         self._kept: dict[str, vllm_sleep.Kept] = {}
 
@@ -326,6 +330,7 @@ class VllmCore:
             RunFailure: it could not take back memory that it had given away, which it cannot give a second time; it is
                 ended all the same.
         """
+        self._closing.set()
         try:
             if self._sleeps and self._asleep != [_LOST]:
                 self.wake_weights()
@@ -447,6 +452,25 @@ def _write_config(config: Any, architecture: str, dtype: torch.dtype, folder: Pa
     copied.architectures = [architecture]
     copied.dtype = dtype
     copied.save_pretrained(folder)
+
+
+def _end_together(workers: Sequence[Any], closing: threading.Event) -> None:
+    """Kill all of vLLM's processes as soon as one is lost.
+
+    The others wait for it, on a GPU for ever; vLLM sees the loss too, but gives them half a minute to end by themselves
+    before it tells whoever waits for an answer.
+
+    Args:
+        workers: vLLM's handles of them. closing: set when they are meant to end.
+    """
+
+    def watch() -> None:
+        wait([worker.proc.sentinel for worker in workers])
+        if not closing.is_set():
+            for worker in workers:
+                worker.proc.kill()
+
+    threading.Thread(target=watch, name="strop-vllm-workers", daemon=True).start()
 
 
 @contextmanager
