@@ -8,6 +8,7 @@ logits).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import time
 import warnings
@@ -29,6 +30,7 @@ from strop.rollout.engines.vllm_core import StepOutput, VllmCore
 from strop.rollout.sampling import stream_key
 
 T = TypeVar("T")
+_NUMBERS = itertools.count()
 _NO_VERSION = -1
 
 
@@ -113,7 +115,6 @@ class VllmEngine:
             self._thread.shutdown(wait=False)
             raise
         self._version = 0
-        self._number = 0
         self._entering: list[str] = []
         self._requests: dict[str, _Running] = {}
         self._loop: asyncio.Task[None] | None = None
@@ -279,8 +280,7 @@ class VllmEngine:
             self._awake.set()
 
     async def _enter(self, running: _Running) -> Any:
-        name = str(self._number)
-        self._number += 1
+        name = str(next(_NUMBERS))
         running.versions.append((len(running.tokens), self._version))
         self._requests[name] = running
         self._entering.append(name)
