@@ -62,10 +62,12 @@ class ChangedBlocks:
         self.compiled = compiled
         # (block, attribute that is called, what is put there)
         self._changed: list[tuple[Any, str, Any]] = []
-        for block in blocks:
+        for number, block in enumerate(blocks):
             if recompute:
                 compute = torch.compile(block.forward, dynamic=True) if compiled else block.forward
-                forward = recomputed(compute, block, keep_attention=recompute == "keep_attention")
+                # The peak is in the last block's backward pass, when all results are held. Those of one block fewer
+                # cost a few thousandths of the time, and leave room for what that pass needs.
+                forward = recomputed(compute, block, keep_attention=recompute == "keep_attention" and number > 0)
                 self._changed.append((block, "forward", forward))
             elif compiled:
                 block.compile(dynamic=True)
