@@ -129,9 +129,9 @@ class ModelSettings(StrictModel):
     """Train low-rank adapters instead of all weights; the reference policy is then the model with adapters off."""
     activation_checkpointing: Recompute | Auto = "auto"
     """Recompute each block's activations in the backward pass: less memory, and up to a third more time.
-    `keep_attention` computes all again but the results of attention, the dearest part of long sequences (on GPUs in
-    bfloat16; elsewhere it is the same as `true`). `auto` is the first of false, `keep_attention` and true with which
-    the longest sequence fits the memory."""
+    `keep_attention` computes all again but the results of attention, the dearest part of long sequences, in all blocks
+    but the first (on GPUs in bfloat16; elsewhere it is the same as `true`). `auto` is the first of false,
+    `keep_attention` and true with which the longest sequence fits the memory."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model's folder."""
 
