@@ -177,6 +177,22 @@ def test_a_part_of_an_adapter_that_somebody_replaced_is_used(part: str, before: 
             torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("part", ["base_layer", "lora_A", "lora_B"])
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm])
+def test_a_weight_that_is_computed_from_others_is_the_one_that_counts(part: str, norm: Any) -> None:
+    model, x = adapted(), torch.randn(1, 3, 512)
+    layer = model.get_base_model()[0]
+    norm(layer.base_layer if part == "base_layer" else getattr(layer, part)["default"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("weight_g", "weight.original0")):
+                parameter.mul_(2)
+        expected = model(x)
+        with few_rows.few_rows(model):
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_merged_adapters_are_not_added_twice() -> None:
     model, x = adapted(), torch.randn(2, 512)
     with torch.no_grad():

@@ -110,7 +110,9 @@ def _added(module: nn.Module) -> Added | None:
     if lora.disable_adapters or lora.merged or lora.fan_in_fan_out or lora.lora_variant:
         return None
     base = _child(lora, "base_layer")
-    if type(base) is not nn.Linear or "forward" in vars(base) or _parameter(base, "weight").dtype != torch.float32:
+    if type(base) is not nn.Linear or "forward" in vars(base):
+        return None
+    if (weight := _parameter(base, "weight")) is None or weight.dtype != torch.float32:
         return None
     added = []
     every_a, every_b = _child(lora, "lora_A")._modules, _child(lora, "lora_B")._modules
@@ -139,7 +141,8 @@ def _child(module: nn.Module, name: str) -> Any:
 
 
 def _parameter(module: nn.Module, name: str) -> Any:
-    return module._parameters[name]
+    """None where it is computed from others (`torch.nn.utils.weight_norm`)."""
+    return module._parameters.get(name)
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
