@@ -30,6 +30,7 @@ from strop.rollout.engines.vllm_core import StepOutput, VllmCore
 from strop.rollout.sampling import stream_key
 
 T = TypeVar("T")
+# Of all requests of this process, so that no vLLM is ever given a number twice: it may still know an ended one.
 _NUMBERS = itertools.count()
 _NO_VERSION = -1
 
