@@ -105,7 +105,8 @@ def local_compiled(loaded: Any, job: Job) -> Driven:
 def vllm(loaded: Any, job: Job) -> Driven:
     """strop's engine `vllm`, with CUDA graphs."""
     from strop.rollout.engines.vllm import VllmEngine
-    from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
+    from strop.rollout.engines.vllm_core import VllmCore
+    from strop.rollout.engines.vllm_start import VllmSettings
 
     model = loaded.model
     settings = VllmSettings(

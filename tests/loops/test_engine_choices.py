@@ -15,7 +15,7 @@ from strop.errors import ConfigError, MissingExtra, UserError
 from strop.loops import assembly
 from strop.loops.engine_choices import ALONE, BESIDE_THE_TRAINER, check_adapters, check_engine, engine_memory
 from strop.loops.prepare import prepare
-from strop.rollout.engines.vllm_core import VllmSettings
+from strop.rollout.engines.vllm_start import VllmSettings
 
 
 @pytest.fixture

@@ -3,37 +3,98 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from strop.errors import RunFailure
 from strop.models.forward import score_streams
-from strop.rollout.engine import Engine, SampleRequest, SampleResult
+from strop.rollout.engine import Engine, SampleRequest, SampleResult, WeightUpdate
 
 
-def model_for_vllm(vocabulary: int, context: int, *, eos: int) -> Any:
-    """Heads of 32, the smallest that vLLM has a kernel for; weights so large that context and temperature matter."""
+def llama(
+    vocabulary: int, context: int, *, eos: int, hidden: int = 64, heads: int = 2, key_value_heads: int = 1
+) -> Any:
+    """Of two layers, with random weights."""
     import transformers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=64,
+        hidden_size=hidden,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=128,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        intermediate_size=2 * hidden,
         max_position_embeddings=context,
         vocab_size=vocabulary,
         tie_word_embeddings=False,
         eos_token_id=eos,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def model_for_vllm(vocabulary: int, context: int, *, eos: int) -> Any:
+    """Heads of 32, the smallest that vLLM has a kernel for; weights so large that context and temperature matter."""
+    model = llama(vocabulary, context, eos=eos)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
     return model
+
+
+def shake(model: Any, seed: int) -> None:
+    """Other weights, of which the probabilities can be told apart."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draw) * 0.08
+            if parameter.ndim == 1:
+                noise += 1
+            parameter.copy_(noise)
+
+
+async def until_sampled(engine: Any, tokens: int) -> None:
+    """Wait until a vLLM has sampled so many tokens."""
+    async with asyncio.timeout(60):
+        while engine._stats.sampled_tokens < tokens:
+            await asyncio.sleep(0)
+
+
+async def updated_half_way(
+    engine: Any, requests: Sequence[SampleRequest], change: Callable[[], None], *, after: int
+) -> list[SampleResult]:
+    """Completions that were under way, so many tokens in, when version 1 of the weights was published."""
+    tasks = [asyncio.create_task(engine.generate(one)) for one in requests]
+    await until_sampled(engine, after)
+    await engine.pause()
+    change()
+    await engine.update_weights(WeightUpdate(1))
+    await engine.resume()
+    found = [(await task).plain() for task in tasks]
+    assert {0, 1} == {version for one in found for version in one.versions}
+    return found
+
+
+async def told_of_a_killed_rank(engine: Any, request: SampleRequest, ranks: Sequence[int], *, hangs: bool) -> None:
+    """Kill the last of a vLLM's processes while it samples.
+
+    Args:
+        ranks: the numbers of its processes. hangs: the first one waits for the last for ever, as GPUs do that add up.
+    """
+    task = asyncio.create_task(engine.generate(request))
+    await until_sampled(engine, 3)
+    if hangs:
+        os.kill(ranks[0], signal.SIGSTOP)
+    os.kill(ranks[-1], signal.SIGKILL)
+    # vLLM alone would give the others 30 seconds.
+    async with asyncio.timeout(20):
+        with pytest.raises(RunFailure, match="vLLM"):
+            await task
 
 
 async def sample(engine: Engine, requests: Sequence[SampleRequest]) -> list[SampleResult]:

@@ -5,10 +5,8 @@ STROP_TEST_EAGER=1 starts it without compiling and without CUDA graphs.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from forgetful_worker import IntoForgetful
-from sampled import sample
+from sampled import llama, sample, shake, told_of_a_killed_rank, updated_half_way
 from test_vllm_over_ranks import all_end, workers_of
 
 from strop.config.model import LoraConfig
@@ -25,7 +23,8 @@ from strop.models.forward import score_streams
 from strop.models.load import add_lora
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.vllm import VllmEngine
-from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
+from strop.rollout.engines.vllm_core import VllmCore
+from strop.rollout.engines.vllm_start import VllmSettings
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -41,30 +40,9 @@ CLOSE, MEAN, OTHER = 0.3, 0.03, 0.2
 
 
 def model_of(seed: int) -> Any:
-    """Weights by which the probabilities can be told apart."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=256,
-        max_position_embeddings=CONTEXT,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = llama(VOCABULARY, CONTEXT, eos=1, hidden=128, heads=4, key_value_heads=2)
     shake(model, seed)
     return model.to("cuda:0", torch.bfloat16)
-
-
-def shake(model: Any, seed: int) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.08 + (1 if parameter.ndim == 1 else 0))
 
 
 def core_of(model: Any, **changes: Any) -> VllmCore:
@@ -130,16 +108,7 @@ async def test_new_weights_reach_both_gpus_in_the_middle_of_completions(core: Vl
     engine = await engine_of(core, model)
     old = copy.deepcopy(model)
     asked = [request(number, 120) for number in range(4)]
-    tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
-    async with asyncio.timeout(60):
-        while engine._stats.sampled_tokens < 40:
-            await asyncio.sleep(0)
-    await engine.pause()
-    shake(model, 4)
-    await engine.update_weights(WeightUpdate(1))
-    await engine.resume()
-    found = [(await task).plain() for task in tasks]
-    assert {0, 1} == {version for one in found for version in one.versions}
+    found = await updated_half_way(engine, asked, lambda: shake(model, 4), after=40)
     for one, other in zip(asked, found, strict=True):
         count = list(other.versions).count(0)
         assert list(other.versions) == sorted(other.versions)
@@ -191,15 +160,7 @@ async def test_a_killed_rank_is_told_and_none_is_left() -> None:
     core = core_of(model_of(7))
     mine = workers_of(core)
     try:
-        engine = await engine_of(core, model_of(7))
-        task = asyncio.create_task(engine.generate(request(0, 200)))
-        async with asyncio.timeout(60):
-            while engine._stats.sampled_tokens < 3:
-                await asyncio.sleep(0)
-        os.kill(mine[1], signal.SIGKILL)
-        async with asyncio.timeout(20):
-            with pytest.raises(RunFailure, match="vLLM"):
-                await task
+        await told_of_a_killed_rank(await engine_of(core, model_of(7)), request(0, 200), mine, hangs=False)
     finally:
         core.close()
     assert all_end(mine)

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import sample
+from sampled import llama, sample, shake
 
 from strop.models.forward import score_streams
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines import vllm_weights
 from strop.rollout.engines.vllm import VllmEngine
-from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
+from strop.rollout.engines.vllm_core import VllmCore
+from strop.rollout.engines.vllm_start import VllmSettings
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -38,35 +39,10 @@ SAME, CLOSE, MEAN = 0.02, 0.25, 0.03
 
 
 def model_of() -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=256,
-        max_position_embeddings=CONTEXT,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-        eos_token_id=EOS,
-    )
-    return transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    return llama(VOCABULARY, CONTEXT, eos=EOS, hidden=128).to("cuda", torch.bfloat16)
 
 
 MODEL = model_of() if torch.cuda.is_available() else None
-
-
-def shake(model: Any, seed: int) -> None:
-    """Other weights, of which the probabilities can be told apart."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=draw) * 0.08
-            if parameter.ndim == 1:
-                noise += 1
-            parameter.copy_(noise)
 
 
 class Held:

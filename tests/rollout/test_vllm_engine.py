@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import Scores, logprobs_of, model_for_vllm, sample, went_on
+from sampled import Scores, logprobs_of, model_for_vllm, sample, until_sampled, updated_half_way, went_on
 
 from strop.config.model import LoraConfig
 from strop.errors import RunFailure
@@ -20,7 +20,8 @@ from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.vllm import VllmEngine
-from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
+from strop.rollout.engines.vllm_core import VllmCore
+from strop.rollout.engines.vllm_start import VllmSettings
 from strop.rollout.engines.vllm_weights import Sent, places, stale
 
 pytest.importorskip("vllm")
@@ -124,9 +125,7 @@ async def test_new_weights_between_the_tokens_of_a_completion(core: VllmCore) ->
     engine = await engine_of(core, model)
     asked = request(new=40)
     task = asyncio.create_task(engine.generate(asked))
-    async with asyncio.timeout(60):
-        while engine._stats.sampled_tokens < 5:
-            await asyncio.sleep(0)
+    await until_sampled(engine, 5)
     await engine.pause()
     there = engine._stats.sampled_tokens
     with torch.no_grad():
@@ -232,18 +231,9 @@ async def test_new_adapters_between_the_tokens_of_a_completion(beside: VllmCore)
     engine = await with_them_beside(beside, model)
     old = copy.deepcopy(model)
     asked = [request(stream=(number, 0, 0), new=40) for number in range(4)]
-    tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
-    async with asyncio.timeout(60):
-        while engine._stats.sampled_tokens < 10:
-            await asyncio.sleep(0)
-    await engine.pause()
-    change_adapters(model, 5)
-    await engine.update_weights(WeightUpdate(1))
-    await engine.resume()
-    found = [(await task).plain() for task in tasks]
+    found = await updated_half_way(engine, asked, lambda: change_adapters(model, 5), after=10)
     for one, other in zip(asked, found, strict=True):
         went_on(one, other, old, model)
-    assert {0, 1} == {version for one in found for version in one.versions}
 
 
 async def test_an_old_adapter_does_not_pass_the_proof(beside: VllmCore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +271,7 @@ async def test_given_up_and_aborted_requests(core: VllmCore) -> None:
     engine = await engine_of(core)
     given_up = asyncio.create_task(engine.generate(request(new=100)))
     aborted = asyncio.create_task(engine.generate(request(stream=(1, 0, 0), new=100)))
-    async with asyncio.timeout(60):
-        while engine._stats.sampled_tokens < 6:
-            await asyncio.sleep(0)
+    await until_sampled(engine, 6)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
     await engine.abort()
@@ -300,9 +288,7 @@ async def test_given_up_and_aborted_requests(core: VllmCore) -> None:
 async def test_the_probe_is_scored_while_the_engine_is_paused(core: VllmCore) -> None:
     engine = await engine_of(core)
     running = asyncio.create_task(engine.generate(request(new=30)))
-    async with asyncio.timeout(60):
-        while engine._stats.sampled_tokens < 3:
-            await asyncio.sleep(0)
+    await until_sampled(engine, 3)
     await engine.pause()
     async with asyncio.timeout(60):
         (scored,) = await engine.score([prompt_of(12)])

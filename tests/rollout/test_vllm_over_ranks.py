@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 import torch
 from forgetful_worker import IntoForgetful
-from sampled import Scores, logprobs_of, model_for_vllm, sample, went_on
+from sampled import (
+    Scores,
+    logprobs_of,
+    model_for_vllm,
+    sample,
+    told_of_a_killed_rank,
+    updated_half_way,
+    went_on,
+)
 
 from strop.config.model import LoraConfig
 from strop.errors import RunFailure
@@ -28,7 +36,8 @@ from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.vllm import VllmEngine
-from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
+from strop.rollout.engines.vllm_core import VllmCore
+from strop.rollout.engines.vllm_start import VllmSettings
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
@@ -120,20 +129,14 @@ async def test_new_weights_reach_every_rank(core: VllmCore) -> None:
     model = copy.deepcopy(MODEL)
     engine = await engine_of(core, model)
     asked = [request(number, 40) for number in range(4)]
-    tasks = [asyncio.create_task(engine.generate(one)) for one in asked]
-    async with asyncio.timeout(60):
-        while engine._stats.sampled_tokens < 8:
-            await asyncio.sleep(0)
-    await engine.pause()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    await engine.update_weights(WeightUpdate(1))
-    await engine.resume()
-    found = [(await task).plain() for task in tasks]
-    for one, other in zip(asked, found, strict=True):
+
+    def change() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+
+    for one, other in zip(asked, await updated_half_way(engine, asked, change, after=8), strict=True):
         went_on(one, other, MODEL, model)
-    assert {0, 1} == {version for one in found for version in one.versions}
     (scored,) = await engine.score([asked[0].tokens])
     assert np.abs(scored[1:] - score_streams(model, [asked[0].tokens])[0][1:]).max() < 1e-4
 
@@ -208,22 +211,10 @@ async def test_ranks_are_not_stopped_by_what_asks_the_run_to_stop(core: VllmCore
 @in_one_loop
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_killed_rank_is_told_and_none_is_left(hangs: bool) -> None:
-    """hangs: the other one waits for it for ever, as a GPU does in a sum over both."""
     core = core_of()
+    mine = workers_of(core)
     try:
-        engine = await engine_of(core)
-        task = asyncio.create_task(engine.generate(request(new=100)))
-        async with asyncio.timeout(60):
-            while engine._stats.sampled_tokens < 3:
-                await asyncio.sleep(0)
-        mine = workers_of(core)
-        if hangs:
-            os.kill(mine[0], signal.SIGSTOP)
-        os.kill(mine[1], signal.SIGKILL)
-        # vLLM alone would give the other one 30 seconds.
-        async with asyncio.timeout(20):
-            with pytest.raises(RunFailure, match="vLLM"):
-                await task
+        await told_of_a_killed_rank(await engine_of(core), request(new=100), mine, hangs=hangs)
     finally:
         core.close()
     assert all_end(mine)

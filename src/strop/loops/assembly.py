@@ -36,7 +36,8 @@ from strop.rollout.collector import Collector
 from strop.rollout.engine import Engine, SampleSettings
 from strop.rollout.engines.local import LocalEngine
 from strop.rollout.engines.vllm import VllmEngine
-from strop.rollout.engines.vllm_core import VllmCore, VllmSettings
+from strop.rollout.engines.vllm_core import VllmCore
+from strop.rollout.engines.vllm_start import VllmSettings
 from strop.rollout.player import Player
 from strop.rollout.recorded import RecordedCollector
 from strop.rollout.window_order import make_order
