@@ -40,7 +40,7 @@ class Case:
 
 
 CASES = {
-    "RL, all weights": Case(recompute=True),
+    "RL, all weights": Case(recompute=True, chunk=2048),
     "RL, all weights, plain blocks": Case(recompute=True, compiled=False),
     "RL, all weights, attention kept": Case(recompute="keep_attention"),
     "RL, all weights, nothing recomputed": Case(),
