@@ -37,6 +37,21 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a pass is to give.
+
+    entropy: whether, and with a gradient or not. hits: [N], is filled with whether each token is the likeliest. frozen:
+    only the value head has a gradient. even: see `linear_logprobs`.
+    """
+
+    entropy: Entropy = "none"
+    temperature: float = 1.0
+    hits: Tensor | None = None
+    frozen: bool = False
+    even: bool = False
+
+
+@dataclass(frozen=True)
 class Forwards:
     """How a model is run over packed rows, together with the other ranks.
 
@@ -64,47 +79,20 @@ class Forwards:
     def plan(self, micro: MicroBatch) -> Plan:
         return self.ranks.plan(micro.inputs.attention)
 
-    def trained(
-        self,
-        whole: Whole,
-        micro: MicroBatch,
-        entropy: Entropy,
-        temperature: float,
-        hits: Tensor | None = None,
-        *,
-        frozen: bool = False,
-        even: bool = False,
-    ) -> Given:
-        """What the model gives for the trained tokens of a micro-batch; see `compute`."""
+    def trained(self, whole: Whole, micro: MicroBatch, asked: Asked) -> Given:
+        """What the model gives for the trained tokens of a micro-batch."""
         if not len(micro.trained) and not self.ranks.passes_together:
             empty = torch.zeros(0, device=micro.inputs.targets.device)
             return Given(empty, empty, empty)
-        found = whole(
-            lambda: self.compute(whole, micro.inputs, entropy, temperature, hits, frozen=frozen, even=even).all()
-        )
-        return Given(*found)
+        return Given(*whole(lambda: self.compute(whole, micro.inputs, asked).all()))
 
-    def compute(
-        self,
-        whole: Whole,
-        inputs: PackedInputs,
-        entropy: Entropy,
-        temperature: float,
-        hits: Tensor | None = None,
-        *,
-        frozen: bool = False,
-        even: bool = False,
-    ) -> Given:
-        """The pass itself, inside of `whole`.
-
-        Args:
-            hits: is filled with whether each token is the likeliest. frozen: only the value head has a gradient. even:
-                see `linear_logprobs`.
-        """
+    def compute(self, whole: Whole, inputs: PackedInputs, asked: Asked) -> Given:
+        """The pass itself, inside of `whole`."""
         ranks, model = self.ranks, whole.model
         places = inputs.places if self.head == "score" else inputs.predictors
         mine, count = ranks.mine(inputs, places), len(places)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+        hits = asked.hits
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not asked.frozen):
             with named("blocks"):
                 hidden = ranks.hidden(model, inputs)
             if self.head != "logprobs":
@@ -117,11 +105,11 @@ class Forwards:
                     model,
                     ranks.at(hidden, places, vocabulary=True),
                     inputs.targets if mine is None else inputs.targets[mine],
-                    temperature=temperature,
+                    temperature=asked.temperature,
                     chunk=self.chunk,
-                    entropy=entropy,
+                    entropy=asked.entropy,
                     hits=own_hits,
-                    even=even,
+                    even=asked.even,
                     vocabulary=ranks.vocabulary(),
                 )
             logprobs = ranks.together(logprobs, mine, count)

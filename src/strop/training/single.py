@@ -25,7 +25,7 @@ from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
 from strop.training.batching import MicroBatch, Passes, filler, micro_batches, mini_batches
-from strop.training.forwards import Forwards, Given, Head
+from strop.training.forwards import Asked, Forwards, Given, Head
 from strop.training.optimizer import MasterOptimizer
 from strop.training.parallel.ranks import Alone, Whole
 from strop.training.protocol import Role
@@ -131,7 +131,7 @@ class SingleDeviceTrainer:
             for part in mini_batches(batch, self._parts):
                 for micro in self._divided(batch.select(part)):
                     with self._forwards.running(whole.model, self._forwards.plan(micro)):
-                        given = self._forwards.trained(whole, micro, "none", self._temperature)
+                        given = self._forwards.trained(whole, micro, Asked(temperature=self._temperature))
                     places = self._places(batch, part[micro.sequences])
                     out[places], values[places] = given.logprobs.cpu(), given.values.cpu()
             self._ranks_of.rest(whole)
@@ -188,7 +188,7 @@ class SingleDeviceTrainer:
         few = nullcontext() if self._forwards.compiled else few_rows(self.model)
         # What else computes these layers otherwise comes first, and is left alone.
         with torch.no_grad(), self._forwards.running(self.model, self._ranks_of.plan(inputs.attention)), few:
-            flat = self._whole(lambda: self._forwards.compute(self._whole, inputs, "none", 1.0)).logprobs
+            flat = self._whole(lambda: self._forwards.compute(self._whole, inputs, Asked())).logprobs
             self._ranks_of.rest(self._whole)
         pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
         return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
@@ -350,15 +350,9 @@ class SingleDeviceTrainer:
             hits = None
             if getattr(objective, "needs_hits", False):
                 hits = torch.zeros(len(micro.trained), device=self.device)
-            given = self._forwards.trained(
-                self._whole,
-                micro,
-                wanted,
-                self._temperature,
-                hits,
-                frozen=getattr(objective, "head_alone", False),
-                even=getattr(objective, "counts_alike", False),
-            )
+            frozen, even = (getattr(objective, name, False) for name in ("head_alone", "counts_alike"))
+            asked = Asked(wanted, self._temperature, hits, frozen=frozen, even=even)
+            given = self._forwards.trained(self._whole, micro, asked)
             if hits is not None:
                 micro.batch.extra["hits"] = micro.scatter(hits)
             if getattr(objective, "needs_values", False):
