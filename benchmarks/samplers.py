@@ -42,10 +42,11 @@ class Sampler(Protocol):
 
 
 class Driven:
-    """An engine of strop, on an event loop of its own."""
+    """An engine of strop, on an event loop of its own. new_tokens: of each completion, at first the job's."""
 
     def __init__(self, engine: Any, job: Job) -> None:
-        self._engine, self._job = engine, job
+        self._engine = engine
+        self.new_tokens = job.new_tokens
         self._loop = asyncio.new_event_loop()
         self._version = 0
 
@@ -69,7 +70,7 @@ class Driven:
     def _sample(self, prompts: Prompts) -> list[Any]:
         from strop.rollout.engine import SampleRequest, SampleSettings
 
-        settings = SampleSettings(self._job.new_tokens)
+        settings = SampleSettings(self.new_tokens)
 
         async def work() -> list[Any]:
             requests = [SampleRequest(tuple(p), settings, (self._version, at)) for at, p in enumerate(prompts)]

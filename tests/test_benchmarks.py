@@ -106,6 +106,29 @@ def test_engines_are_timed_by_size_and_give_the_trainers_logprobs(
     assert len(rows["strop, `local`, graphs only"]) == len(rows[""]) == len(rows["transformers, `generate`"])
 
 
+def test_a_decoding_step_is_divided_among_its_kernels(tmp_path: Path) -> None:
+    numbers = smoke("decoding", tmp_path / "decoding_gpu.json", results="decoding_gpu")
+    side, job = numbers["sides"]["local-compiled"], numbers["job"]
+    steps = job["new_tokens"] - 1
+    prompts, whole = (sorted(side["seconds"][name])[len(side["seconds"][name]) // 2] for name in ("prompts", "whole"))
+    assert side["prefill_ms"] == pytest.approx(1e3 * prompts)
+    assert side["step_ms"] == pytest.approx(1e3 * (whole - prompts) / steps)
+    kinds, floor = side["kinds"], side["floor_ms"]
+    assert min(kinds["attention"], kinds["matrix products"]) > 0
+    assert max(side["kernels"].values()) <= sum(kinds.values())
+    parts = [floor[name] for name in ("weights", "keys and values", "logits")]
+    assert 0 < sum(parts) == pytest.approx(floor["together"])
+    assert floor["together"] < side["step_ms"]
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    kind_of = module("decoding").kind_of
+    assert kind_of("_decode") == "attention"
+    assert kind_of("nvjet_tst_128x64_64x8_2x1_v_bz_TNT") == "matrix products"
+    assert kind_of("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0") == "compiled"
+    assert kind_of("void at::native::reduce_kernel<512, 1>") == "drawing and others"
+
+
 def test_the_distance_of_logprobs_is_told_from_that_of_bfloat16() -> None:
     from strop.config.model import NewModel
     from strop.models.create import create_model
