@@ -104,3 +104,58 @@ def test_decoding_kernel(dtype: torch.dtype, heads: int, shared: int, size: int,
         wanted = (weights[..., None] * v).sum(1)
         assert float((found[row].double() - wanted).norm() / wanted.norm()) < (2e-6 if dtype == torch.float32 else 1e-2)
     assert torch.equal(keys[rows:], untouched[rows:])
+
+
+def drawn(logits: torch.Tensor, temperatures: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from strop.rollout.engines.draw_kernel import draw
+
+    return draw(logits, temperatures, u)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [2, 255, 256, 257, 4096, 4097, 9001])
+def test_the_drawing_kernel_draws_what_is_drawn_without_it(dtype: torch.dtype, vocabulary: int) -> None:
+    from strop.rollout.sampling import draw
+
+    torch.manual_seed(vocabulary)
+    rows = 40
+    logits = (3 * torch.randn(rows, vocabulary, device=DEVICE)).to(dtype)
+    temperatures = torch.tensor([0.0, 0.3, 1.0, 2.0], device=DEVICE).repeat(rows // 4)
+    u = torch.rand(rows, dtype=torch.float64, device=DEVICE)
+    tokens, logprobs = drawn(logits, temperatures, u)
+    wanted, wanted_logprobs = draw(logits, temperatures, u)
+    assert (tokens.dtype, logprobs.dtype) == (wanted.dtype, wanted_logprobs.dtype)
+    assert torch.equal(tokens, wanted)
+    assert (logprobs - wanted_logprobs).abs().max() < 5e-6
+    # A row of a larger tensor, and one that is read with steps.
+    wide = torch.zeros(rows, 2 * vocabulary, device=DEVICE, dtype=dtype)
+    wide[:, :vocabulary] = logits
+    for view in (wide[:, :vocabulary], logits.t().contiguous().t()):
+        assert torch.equal(drawn(view, temperatures, u)[0], wanted)
+
+
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-24, 1 - 2.0**-53])
+@pytest.mark.parametrize("vocabulary", [255, 257, 8300])
+def test_the_drawing_kernel_never_draws_what_is_impossible(u: float, vocabulary: int) -> None:
+    torch.manual_seed(3)
+    rows = 6
+    logits = 20 * torch.randn(rows, vocabulary, device=DEVICE)
+    allowed = torch.rand(rows, vocabulary, device=DEVICE) < 0.01
+    # In the last place alone, in the first alone, and in two that are far apart and far from alike.
+    allowed[:3] = False
+    allowed[0, -1] = allowed[1, 0] = allowed[2, 0] = allowed[2, -1] = allowed[3:, vocabulary // 2] = True
+    logits[2, 0], logits[2, -1] = 300.0, 420.0
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    at = torch.full((rows,), u, dtype=torch.float64, device=DEVICE)
+    tokens, logprobs = drawn(logits, torch.ones(rows, device=DEVICE), at)
+    assert bool(allowed.gather(1, tokens[:, None]).all())
+    wanted = torch.log_softmax(logits.double(), -1).gather(1, tokens[:, None])[:, 0]
+    assert (logprobs.double() - wanted).abs().max() < 1e-4
+    assert logprobs.isfinite().all()
+
+
+def test_what_is_no_number_stays_none_in_the_drawing_kernel() -> None:
+    logits = torch.zeros(2, 5000, device=DEVICE)
+    logits[0, 4990] = torch.nan
+    logprobs = drawn(logits, torch.ones(2, device=DEVICE), torch.full((2,), 0.1, dtype=torch.float64, device=DEVICE))[1]
+    assert logprobs.isnan().tolist() == [True, False]

@@ -70,7 +70,7 @@ def draw(logits: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tenso
     weights = torch.exp(scaled - top)
     if vocabulary <= BLOCK:
         total = weights.sum(-1, keepdim=True).double()
-        drawn = _search(weights.double(), u[:, None] * total)
+        drawn = search(weights.double(), u[:, None] * total)
     else:
         total, drawn = _search_blocks(weights, u)
     tokens = torch.where(temperatures[:, None] > 0, drawn, best)
@@ -96,10 +96,10 @@ def _search_blocks(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     places = at.clamp(max=vocabulary - 1)
     inner = weights.gather(1, places).double()
     inner[at >= vocabulary] = 0.0
-    return total, places.gather(1, _search(inner, rest))
+    return total, places.gather(1, search(inner, rest))
 
 
-def _search(weights: Tensor, target: Tensor) -> Tensor:
+def search(weights: Tensor, target: Tensor) -> Tensor:
     """[B, 1]: the first of the weights [B, N] with which their sum goes past the target [B, 1]."""
     index = torch.searchsorted(weights.cumsum(-1), target, right=True)
     # Rounding can carry the search past the last token that has any weight: take the likeliest then.

@@ -41,8 +41,9 @@ class Derived:
             self.layers = (version, packed_linear.PackedLinears(self._model, rows=self._rows))
         return _of(self.layers, version).active()
 
-    def logits(self, hidden: Tensor, version: int) -> Tensor:
-        """[B, V] float32; in the consistent mode in the model's own number format."""
+    def logits(self, hidden: Tensor, version: int, *, widened: bool = True) -> Tensor:
+        """[B, V] float32; in the model's own number format in the consistent mode, and where they need not be
+        `widened` for whoever reads them."""
         weight, bias, softcap = output_head(self._model)
         if self._consistent:
             return linear_forward(hidden, weight, bias)
@@ -51,7 +52,9 @@ class Derived:
                 self.head = (version, packed_linear.packed_product(weight.detach(), bias, self._rows))
             logits = _of(self.head, version)(hidden)
         else:
-            logits = nn.functional.linear(hidden, weight, bias).float()
+            logits = nn.functional.linear(hidden, weight, bias)
+            if widened or softcap is not None:
+                logits = logits.float()
         return capped(logits, softcap)
 
 

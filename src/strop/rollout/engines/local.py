@@ -348,7 +348,13 @@ class LocalEngine:
         self._cache.reserve(int(self._cache.lengths[: len(self._running)].max()) + 1)
         if self._graphs is None or not self._graphs.fits():
             self._graphs = None
-            self._graphs = GraphDecoder(self._model, self._cache, self._drawn, self._device, compiled=self._compiled)
+            self._graphs = GraphDecoder(
+                self._model,
+                self._cache,
+                self._drawn if self._consistent else self._drawn_in_one_pass,
+                self._device,
+                compiled=self._compiled,
+            )
         return self._graphs  # type: ignore[no-any-return]
 
     def _take(self, first: int, hidden: Tensor) -> None:
@@ -367,6 +373,12 @@ class LocalEngine:
             # Of the same logits, added up as the trainer does.
             logprobs = chosen_logprobs(logits, tokens, temperatures)
         return tokens, logprobs
+
+    def _drawn_in_one_pass(self, hidden: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """`_drawn` of a captured step, where a kernel reads the logits as they come."""
+        from strop.rollout.engines.draw_kernel import draw
+
+        return draw(self._derived.logits(hidden, self._version, widened=False), temperatures, u)
 
     def _accept(self, first: int, drawn: np.ndarray, logprobs: np.ndarray) -> None:
         """Give each row from `first` on its token and let finished sequences go."""
