@@ -145,6 +145,16 @@ def test_a_log_probability_at_a_masked_place_never_reaches_the_file(tmp_path: Pa
     assert row["trainer_logprobs"] == [None, None, -9.0, -9.0, -9.0]
 
 
+def test_records_may_hold_cuts_and_numbers_of_different_kinds(tmp_path: Path) -> None:
+    # Every other entry of what is larger, and kinds of which the first is too small for the second.
+    spread = np.stack([np.arange(5), np.full(5, 9)], axis=1)[:, 0]
+    small, large = np.arange(5, dtype=np.int8), np.arange(5, dtype=np.int64) + 1000
+    for tokens in ([spread, spread + 5], [small, large], [large, small]):
+        write_episodes(tmp_path / "e.parquet", [record(tokens=one) for one in tokens])
+        found = read_episodes(tmp_path / "e.parquet")
+        assert [one.tokens.tolist() for one in found] == [one.tolist() for one in tokens]
+
+
 @pytest.mark.parametrize("name", [name for name in ARRAYS if name != "tokens"])
 def test_a_length_that_differs_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has 4 entries for 5 tokens"):

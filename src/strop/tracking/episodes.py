@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,7 +219,10 @@ def _table(records: Sequence[EpisodeRecord]) -> pa.Table:
         columns[name] = _lists(values, shown, hidden=hidden, missing=~known)
     for name in fields.names:
         if name not in columns:
-            columns[name] = _plain([_cell(name, getattr(record, name)) for record in records], fields.field(name).type)
+            values = [getattr(record, name) for record in records]
+            if (cell := _CELLS.get(name)) is not None:
+                values = [cell(value) for value in values]
+            columns[name] = _plain(values, fields.field(name).type)
     return pa.table([columns[name] for name in fields.names], schema=fields)
 
 
@@ -227,9 +230,12 @@ def _flat(parts: Sequence[np.ndarray], lengths: np.ndarray, dtype: type, name: s
     for part, length in zip(parts, lengths.tolist(), strict=True):
         if len(part) != length:
             raise ValueError(f"{name} has {len(part)} entries for {length} tokens")
-    if not len(parts):
-        return np.zeros(0, dtype=dtype)
-    return np.concatenate(parts, dtype=dtype, casting="unsafe")
+    if len({part.dtype for part in parts}) != 1:
+        return np.concatenate([np.zeros(0, dtype=dtype), *parts], dtype=dtype, casting="unsafe")
+    # `concatenate` lets go of the interpreter lock at each part, and so does the loop, which runs meanwhile: handing it
+    # back and forth would cost the loop more than all of this.
+    joined = b"".join([np.ascontiguousarray(part).data for part in parts])
+    return np.frombuffer(joined, dtype=parts[0].dtype).astype(dtype, copy=False)
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -251,19 +257,20 @@ def _lists(
     return pa.ListArray.from_arrays(offsets, flat, type=_list_of(flat.type), mask=mask)
 
 
-def _cell(name: str, value: Any) -> Any:
-    if name == "row":
-        return _AS_JSON(dict(value))
-    if name == "components":
-        return [(key, None if math.isnan(score) else float(score)) for key, score in value.items()]
-    if name == "reward":
-        return None if math.isnan(value) else float(value)
-    if name == "answer":
-        return None if value is None else str(value)
-    if name in ("status", "prompt_id"):
-        # A StrEnum is a string to Python but not to Arrow.
-        return str(value)
-    return value
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+_CELLS: dict[str, Callable[[Any], Any]] = {
+    "row": lambda row: _AS_JSON(dict(row)),
+    "components": lambda scores: [(name, _number(score)) for name, score in scores.items()],
+    "reward": _number,
+    "answer": lambda answer: None if answer is None else str(answer),
+    # A StrEnum is a string to Python but not to Arrow.
+    "status": str,
+    "prompt_id": str,
+}
+"""What a column holds of a value, where it is not the value itself."""
 
 
 def _plain(values: list[Any], kind: pa.DataType) -> pa.Array:
