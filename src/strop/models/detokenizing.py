@@ -44,9 +44,11 @@ def _table(tokenizer: Any, size: int) -> Detokenize | None:
     known, cells = len(pieces), _cells(pieces)
 
     def text(ids: np.ndarray) -> str:
-        if len(ids) and ids.max() >= known:  # an id without a token, in the padding of a model's vocabulary
+        try:
+            found = cells[ids].tobytes()
+        except IndexError:  # an id without a token, in the padding of a model's vocabulary
             ids = ids[ids < known]
-        found = cells[ids].tobytes()
+            found = cells[ids].tobytes()
         # A third of the time of putting the tokens together one by one.
         found = b"".join(pieces[ids].tolist()) if _MARK in found else found.translate(None, _FILLER)
         return found.decode("utf-8", "replace")
