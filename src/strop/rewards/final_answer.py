@@ -124,8 +124,4 @@ def _after_mark(rest: str) -> str:
 
 def different(answers: list[str]) -> int:
     """How many answers there are that are not written alike."""
-    return len(set(_plain(answers)))
-
-
-def _plain(answers: list[str]) -> Iterator[str]:
-    return ("".join(answer.split()).strip("$.") for answer in answers)
+    return len({"".join(answer.split()).strip("$.") for answer in answers})
