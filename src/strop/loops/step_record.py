@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -25,25 +25,30 @@ def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str
     scored = [e for e in episodes if not math.isnan(e.reward)]
     rewards = np.asarray([e.reward for e in scored])
     lengths = np.asarray([e.sampled_tokens() for e in episodes])
-    statuses = Counter(e.status for e in episodes)
-    judged = [float(e.correct) for e in scored if e.correct is not None]
+    statuses = Counter([e.status for e in episodes])
+    judged = [e.correct for e in scored if e.correct is not None]
+    components: dict[str, list[float]] = {}
+    roles: dict[str, list[float]] = {}
+    for episode in scored:
+        for name, score in episode.components.items():
+            components.setdefault(name, []).append(score)
+        if episode.role:
+            roles.setdefault(episode.role, []).append(episode.reward)
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": float(rewards.std()) if len(rewards) else math.nan,
         "accuracy": _mean(judged),
         "completion/length_mean": _mean(lengths),
         "completion/length_max": float(lengths.max()) if len(lengths) else math.nan,
-        "completion/truncated_share": _mean([float(e.status == "length") for e in episodes]),
+        "completion/truncated_share": statuses[Status.LENGTH] / len(episodes) if episodes else math.nan,
         "errors/share": 1 - len(scored) / max(1, len(episodes)),
         "errors/verifier_error": float(statuses[Status.VERIFIER_ERROR]),
         "errors/timeout": float(statuses[Status.TIMEOUT]),
         "errors/environment_error": float(statuses[Status.ENVIRONMENT_ERROR]),
         "tokens/sampled": float(_sampled(episodes, lengths)),
     }
-    for name in sorted({name for e in scored for name in e.components}):
-        metrics[f"reward/{name}"] = _mean([e.components[name] for e in scored if name in e.components])
-    for role in sorted({e.role for e in scored if e.role}):
-        metrics[f"reward/role/{role}"] = _mean([e.reward for e in scored if e.role == role])
+    metrics |= {f"reward/{name}": _mean(components[name]) for name in sorted(components)}
+    metrics |= {f"reward/role/{role}": _mean(roles[role]) for role in sorted(roles)}
     flat = [g for g in groups if _is_flat(g)]
     metrics["advantage/zero_share"] = len(flat) / max(1, len(groups))
     return metrics
@@ -64,8 +69,8 @@ def episode_records(
     records = [_record(episode, stream, prompts) for episode, stream in streams]
     if batch is not None and batch.advantages is not None:
         advantages, logprobs = batch.advantages.numpy(), batch.extra["logprobs"].numpy()
-        edges = np.cumsum(batch.lengths().numpy()).tolist()
-        for record, (start, end) in zip(records, pairwise([0, *edges]), strict=True):
+        edges = accumulate((len(stream.tokens) for _, stream in streams), initial=0)
+        for record, (start, end) in zip(records, pairwise(edges), strict=True):
             record.advantages, record.trainer_logprobs = advantages[start:end], logprobs[start:end]
     return records + _records(failed, prompts)
 

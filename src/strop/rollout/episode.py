@@ -39,10 +39,9 @@ class Status(StrEnum):
     VERIFIER_ERROR = "verifier_error"
     TIMEOUT = "timeout"
 
-    @property
-    def trainable(self) -> bool:
+    def __init__(self, name: str) -> None:
+        self.trainable = name in ("stop", "length")
         """Whether the reward can be believed; an error is never a reward of 0."""
-        return self in (Status.STOP, Status.LENGTH)
 
 
 class Turn(NamedTuple):
