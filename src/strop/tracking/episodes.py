@@ -115,12 +115,22 @@ def write_episodes(path: Path, records: Sequence[EpisodeRecord]) -> None:
         ValueError: an array's length differs from the number of tokens of its record.
         OSError: the file cannot be written.
     """
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
     table = _table(records)
+    # Of what is in lists nobody asks for the least and the most.
+    plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        parquet.write_table(table, temporary, compression="zstd", compression_level=1, use_dictionary=_REPEATED)
+        parquet.write_table(
+            table,
+            temporary,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=_REPEATED,
+            write_statistics=plain,
+        )
 
 
 class EpisodeWriter:
@@ -186,10 +196,10 @@ def drop_episodes_after(folder: Path, step: int) -> None:
 _AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str).encode
 _REPEATED = [
     *("prompt_id", "prompt_text", "answer", "status", "detail", "row", "components.key_value.key"),
-    *(f"{name}.list.element" for name in ("tokens", "advantages", "versions")),
+    "tokens.list.element",
 ]
-"""Columns whose values come again and again. A dictionary of the others, log-probabilities above all, takes as long to
-make as everything else does, and is larger than they are."""
+"""Columns of which a dictionary makes less. One of log-probabilities takes as long to make as everything else does, and
+is larger than they are; of advantages and versions, long rows of the same number, little is left without one."""
 _PER_TOKEN = {
     "sampler_logprobs": np.float32,
     "trainer_logprobs": np.float32,
