@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config.data import Columns, DataSettings, DataSource
+from strop.config.model import NewModel
 from strop.data import Cursor, OverlongPrompt, PromptDataset, PromptStream, RowsSource, open_source
 from strop.errors import DataError, ModelError, UserError
+from strop.models.create import create_tokenizer
 
 CHAT = [{"role": "user", "content": "2+2?"}]
 
@@ -269,6 +273,81 @@ def test_a_stream_resumes_in_the_middle_of_an_epoch_with_skips(
     again.load(state)
     assert [again.next() for _ in range(after)] == expected
     assert again.skipped == stream.skipped
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 14), min_size=1, max_size=25).filter(lambda sizes: min(sizes) <= 9),
+    counts=st.lists(st.integers(0, 12), max_size=8),
+    seed=st.integers(0, 1000),
+)
+def test_prompts_that_are_taken_together_are_those_that_come_one_by_one(
+    tokenizer: Any, sizes: list[int], counts: list[int], seed: int
+) -> None:
+    rows = [{"prompt": "x" * size} if size % 2 else {"prompt": CHAT if size > 9 else "y" * size} for size in sizes]
+    prompts = dataset(rows, tokenizer, limit=10, overlong_prompts="skip")
+    together, alone = (PromptStream(prompts, Cursor(prompts.source, seed=seed)) for _ in range(2))
+    for count in counts:
+        assert together.take(count) == [alone.next()[0] for _ in range(count)]
+        assert together.state() == alone.state()
+
+
+def test_of_prompts_taken_together_the_first_problem_is_told(
+    tokenizer: Any, tokenizer_with: Callable[..., Any]
+) -> None:
+    good, long, bad, empty = {"prompt": "a"}, {"prompt": "x" * 20}, {"prompt": 3}, {"prompt": ""}
+
+    without_bos = tokenizer_with(bos=False)
+
+    def told(rows: list[dict[str, Any]], overlong: str) -> DataError:
+        tokens = tokenizer if empty not in rows else without_bos
+        prompts = dataset(rows, tokens, limit=10, overlong_prompts=overlong)
+        errors = []
+        for ask in (lambda stream: stream.take(4), lambda stream: [stream.next() for _ in range(4)]):
+            with pytest.raises(DataError) as error:
+                ask(PromptStream(prompts, Cursor(prompts.source, seed=0, shuffle=False)))
+            errors.append(error.value)
+        together, alone = errors
+        assert (type(together), str(together), together.where) == (type(alone), str(alone), alone.where)
+        return together
+
+    assert "row 1 " in told([good, long, bad, good], "refuse").where
+    assert "row 2 " in told([good, long, bad, good], "skip").where
+    assert "row 1 " in told([good, empty, long, bad], "refuse").where
+    assert "row 2 " in told([good, long, empty, bad], "skip").where
+    assert "every prompt is overlong" in str(told([long, long, long], "skip"))
+
+
+def test_a_source_of_one_usable_prompt_gives_it_as_often_as_is_asked(tokenizer: Any) -> None:
+    prompts = dataset([{"prompt": "a"}] + [{"prompt": "x" * 20}] * 7, tokenizer, limit=10, overlong_prompts="skip")
+    stream = PromptStream(prompts, Cursor(prompts.source, seed=0))
+    assert {prompt.prompt_id for prompt in stream.take(50)} == {"row-000000"}
+
+
+def word_pieces() -> Any:
+    core = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=120, special_tokens=["[UNK]", "[PAD]"])
+    core.train_from_iterator(["what is 37 plus 48", "größer als 漢字 🙂"] * 3, trainer)
+    core.enable_padding(pad_token="[PAD]")
+    core.enable_truncation(4)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", pad_token="[PAD]")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: create_tokenizer(NewModel(characters="0123456789+= é", hidden_size=8, layers=1, heads=1, context=8)),
+        word_pieces,
+        transformers.ByT5Tokenizer,  # in Python
+    ],
+)
+def test_a_text_among_others_has_the_tokens_that_it_has_alone(kind: Callable[[], Any]) -> None:
+    rows = [{"prompt": text} for text in ("37+48=", "a", "what is 37 plus 48, größer?", " 1\n\n", "漢字 🙂", "what")]
+    prompts = dataset(rows, kind())
+    together = PromptStream(prompts, Cursor(prompts.source, seed=0, shuffle=False)).take(len(rows))
+    assert [one.tokens for one in together] == [prompts.prompt(i).tokens for i in range(len(rows))]
+    assert len({len(one.tokens) for one in together}) > 2
 
 
 def test_a_file_of_prompts_from_end_to_end(tokenizer: Any, tmp_path: Path) -> None:

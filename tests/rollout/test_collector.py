@@ -85,7 +85,7 @@ def collector_of(engine: Any, judge: Any = None, *, per_step: int = 3, size: int
     return Collector(
         Player(engine, Letters()),
         judge or Judge(),
-        draw,
+        lambda count: [draw() for _ in range(count)],
         settings=SampleSettings(8),
         group_size=size,
         admission=Admission(per_step, options.pop("max_staleness", 0)),

@@ -113,7 +113,7 @@ class DropsTheStale(Collector):
     def serve(self, version: int) -> None:
         while len(self._tasks) < (S + 1) * self.admission.groups_per_step:
             number = next(self._numbers)
-            task = asyncio.get_running_loop().create_task(self.make_group(number, self._next_prompt()))
+            task = asyncio.get_running_loop().create_task(self.make_group(number, self._next_prompts(1)[0]))
             task.add_done_callback(self._ended.put_nowait)
             self._tasks[number] = task
 
@@ -161,7 +161,7 @@ async def _run(kind: type[Collector], seed: int) -> Account:
     collector = kind(
         Player(Journal(engine), Letters()),  # type: ignore[arg-type]
         Judge(),
-        prompts.__next__,
+        lambda count: list(itertools.islice(prompts, count)),
         settings=SampleSettings(10_000),
         group_size=SIZE,
         admission=Admission(GROUPS, S),

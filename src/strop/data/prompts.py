@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,19 +118,44 @@ class PromptDataset:
             OverlongPrompt: it has more than `max_prompt_tokens` tokens, whatever `overlong_prompts` says.
             DataError: the row cannot be read or rendered; `where` names it.
         """
-        row = self.source[i]
-        prompt, text, chat = self._rendered(i, row)
-        tokens = self._renderer.tokens([text], chat)[0]
-        self._check_length(i, tokens)
-        return Prompt(
-            prompt_id=row_id(i),
-            row=row,
-            prompt=prompt,
-            answer=row.get(self.source.mapping.answer),
-            tokens=tokens,
-            text=text,
-            chat=chat,
-        )
+        [found] = self.prompts([i])
+        if isinstance(found, OverlongPrompt):
+            raise found
+        return found
+
+    def prompts(self, rows: Sequence[int]) -> list[Prompt | OverlongPrompt]:
+        """The prompts of some rows, tokenised together, or where one is overlong and skipped, what would be raised.
+
+        Raises:
+            OverlongPrompt, DataError: as `prompt`, for the first row with which something is wrong.
+        """
+        read: list[tuple[int, dict[str, Any], str | list[Message], str, bool]] = []
+        problem: DataError | None = None
+        for i in rows:
+            try:
+                row = self.source[i]
+                read.append((i, row, *self._rendered(i, row)))
+            except DataError as error:
+                # A row before it may be overlong, or empty.
+                problem = error
+                break
+        tokens = self._tokenised([one[3:] for one in read])
+        found = [self._prompt(*one, ids) for one, ids in zip(read, tokens, strict=True)]
+        if problem is not None:
+            raise problem
+        return found
+
+    def _prompt(
+        self, i: int, row: dict[str, Any], prompt: str | list[Message], text: str, chat: bool, tokens: list[int]
+    ) -> Prompt | OverlongPrompt:
+        try:
+            self._check_length(i, tokens)
+        except OverlongPrompt as error:
+            if not self.skips_overlong:
+                raise
+            return error
+        answer = row.get(self.source.mapping.answer)
+        return Prompt(row_id(i), row, prompt, answer, tokens, text, chat)
 
     def text(self, i: int) -> str:
         """The rendered prompt of row i."""
@@ -214,14 +239,14 @@ class PromptDataset:
                 if begin < i:
                     self._refuse_overlong(begin, [*rendered])
                 raise
-        return self._tokenised(rendered, begin)
+        return self._tokenised(rendered)
 
     def _refuse_overlong(self, begin: int, rendered: list[tuple[str, bool]]) -> None:
-        for i, tokens in enumerate(self._tokenised(rendered, begin), start=begin):
+        for i, tokens in enumerate(self._tokenised(rendered), start=begin):
             if not self.skips_overlong:
                 self._check_length(i, tokens)
 
-    def _tokenised(self, rendered: list[tuple[str, bool]], begin: int) -> list[list[int]]:
+    def _tokenised(self, rendered: Sequence[tuple[str, bool]]) -> list[list[int]]:
         tokens: list[list[int]] = [[] for _ in rendered]
         for chat in (False, True):
             chosen = [n for n, (_, from_chat) in enumerate(rendered) if from_chat == chat]
@@ -285,9 +310,25 @@ class PromptStream:
                     raise
                 self.skipped += 1
                 overlong, waited = overlong + 1, waited + 1
-                # Two usable prompts may lie almost two epochs apart: first in one order, last in the next.
-                if overlong >= 2 * len(self._cursor):
-                    raise _all_overlong("every prompt is", error) from error
+                self._refuse_nothing_but(overlong, error)
+
+    def take(self, count: int) -> list[Prompt]:
+        """So many prompts, which are those that `next` would give one by one; raises what it would."""
+        if self.curriculum is not None:
+            # Whether it passes by a row may depend on whether the one before was overlong.
+            return [self.next()[0] for _ in range(count)]
+        found: list[Prompt] = []
+        overlong = 0
+        while len(found) < count:
+            rows = [self._cursor.next()[1] for _ in range(count - len(found))]
+            for one in self._dataset.prompts(rows):
+                if not isinstance(one, OverlongPrompt):
+                    found.append(one)
+                    overlong = 0
+                    continue
+                self.skipped, overlong = self.skipped + 1, overlong + 1
+                self._refuse_nothing_but(overlong, one)
+        return found
 
     def prompt(self, prompt_id: str) -> Prompt:
         """A prompt that came before."""
@@ -306,6 +347,12 @@ class PromptStream:
         """Go to where `state` was taken; DataError if the data is not the same."""
         self._cursor.load(state["cursor"])
         self.skipped = state["skipped"]
+
+    def _refuse_nothing_but(self, overlong: int, last: OverlongPrompt) -> None:
+        """Raise DataError where so many overlong prompts have come one after the other that there is no other."""
+        # Two usable prompts may lie almost two epochs apart: first in one order, last in the next.
+        if overlong >= 2 * len(self._cursor):
+            raise _all_overlong("every prompt is", last) from last
 
 
 def _all_overlong(which: str, example: OverlongPrompt) -> DataError:

@@ -284,7 +284,7 @@ def make_collector(
     admission = Admission(size, rollout.ahead, last=prepared.config.run.steps * size)
     if offline is not None:
         return RecordedCollector(
-            lambda: stream.next()[0],
+            lambda count: [stream.next()[0] for _ in range(count)],
             prepared.scorer if offline.rewards == "verify" else None,
             # A warm-up has changed the weights, so no completion is their own.
             fingerprint=roles.loaded.fingerprint if prepared.config.warmup is None else "none",
@@ -296,7 +296,7 @@ def make_collector(
     return Collector(
         player,
         prepared.scorer,
-        lambda: stream.next()[0],
+        stream.take,
         settings=SampleSettings(rollout.max_new_tokens, rollout.temperature, tuple(rollout.stop)),
         group_size=rollout.group_size,
         admission=admission,

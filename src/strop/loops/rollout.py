@@ -194,7 +194,7 @@ class _Sampler:
         self.collector = Collector(
             Player(self.engine, self.roles.tokenizer),
             prepared.scorer,
-            lambda: self.stream.next()[0],
+            self.stream.take,
             settings=SampleSettings(rollout.max_new_tokens, rollout.temperature, tuple(rollout.stop)),
             group_size=rollout.group_size,
             admission=Admission(rollout.groups_per_step),
@@ -250,7 +250,7 @@ class _Sampler:
         config, started = self.prepared.config, time.perf_counter()
         size = min(config.rollout.groups_per_step, count - first)
         self._done, self._expected = 0, size * self.prepared.per_group
-        made = [(number, self.stream.next()[0]) for number in range(first, first + size)]
+        made = list(enumerate(self.stream.take(size), start=first))
         groups = await all_or_none([self.collector.make_group(number, prompt) for number, prompt in made])
         episodes = [_with_baseline(group) for group in groups]
         if config.rewards is not None:

@@ -26,7 +26,7 @@ class Collector(Windows[PromptLike]):
 
     Args:
         player, scorer: what plays an episode and scores it; without a scorer nothing is scored.
-        next_prompt: the next prompt in the data's order; called once for each group, in order of group numbers.
+        next_prompts: so many next prompts in the data's order, one for each group, in order of group numbers.
         settings, group_size: how completions are drawn, and how many of each prompt.
         greedy: also sample the most likely completion of each prompt, as a baseline.
         tree: where episodes branch.
@@ -38,7 +38,7 @@ class Collector(Windows[PromptLike]):
         self,
         player: Player,
         scorer: Scorer | None,
-        next_prompt: Callable[[], PromptLike],
+        next_prompts: Callable[[int], Sequence[PromptLike]],
         *,
         settings: SampleSettings,
         group_size: int,
@@ -52,7 +52,7 @@ class Collector(Windows[PromptLike]):
     ) -> None:
         self._most = player.most(tree)
         super().__init__(
-            next_prompt,
+            next_prompts,
             per_group=group_size * self._most + greedy * player.most(),
             admission=admission,
             progress=progress,

@@ -61,7 +61,7 @@ class RecordedCollector(Windows[GroupLike]):
     epoch is another one. Tokens keep the weight version that they were recorded with.
 
     Args:
-        next_group: the next group in the data's order.
+        next_groups: so many next groups in the data's order.
         scorer: scores the completions; None keeps the recorded rewards.
         fingerprint: of the weights that this run starts from.
         greedy: each group needs a baseline.
@@ -71,7 +71,7 @@ class RecordedCollector(Windows[GroupLike]):
 
     def __init__(
         self,
-        next_group: Callable[[], GroupLike],
+        next_groups: Callable[[int], Sequence[GroupLike]],
         scorer: Scorer | None,
         *,
         fingerprint: str,
@@ -80,7 +80,7 @@ class RecordedCollector(Windows[GroupLike]):
         max_refills: int = 0,
         greedy: bool = False,
     ) -> None:
-        super().__init__(next_group, per_group=0, admission=admission, worth=worth, max_refills=max_refills)
+        super().__init__(next_groups, per_group=0, admission=admission, worth=worth, max_refills=max_refills)
         self._scorer = scorer
         self._fingerprint = fingerprint
         self._greedy = greedy

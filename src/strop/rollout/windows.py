@@ -34,8 +34,8 @@ class Windows(ABC, Generic[Prompt]):
     """Makes groups within what admission allows; how one is made is for the class that derives from this.
 
     Args:
-        next_prompt: the next prompt in the data's order, or whatever else a group is made of; called once for each
-            group, in order of group numbers.
+        next_prompts: so many next prompts in the data's order, or whatever else groups are made of; those of groups
+            that begin together are asked for together, in order of group numbers.
         per_group: completions of a group, for the display.
         admission: the bound on staleness.
         progress: told how many completions of how many are there.
@@ -49,7 +49,7 @@ class Windows(ABC, Generic[Prompt]):
 
     def __init__(
         self,
-        next_prompt: Callable[[], Prompt],
+        next_prompts: Callable[[int], Sequence[Prompt]],
         *,
         per_group: int,
         admission: Admission,
@@ -58,7 +58,7 @@ class Windows(ABC, Generic[Prompt]):
         max_refills: int = 0,
         order: Readiness | None = None,
     ) -> None:
-        self._next_prompt = next_prompt
+        self._next_prompts = next_prompts
         self._per_group = per_group
         self.admission = admission
         self._progress = progress
@@ -151,8 +151,9 @@ class Windows(ABC, Generic[Prompt]):
     def _begin(self) -> None:
         """Begin the groups that the version which is served admits."""
         assert self._version is not None
-        for number in self.admission.admit(self._version):
-            self._admitted[number] = Admitted(self._next_prompt(), self._version)
+        numbers = self.admission.admit(self._version)
+        for number, prompt in zip(numbers, self._next_prompts(len(numbers)), strict=True):
+            self._admitted[number] = Admitted(prompt, self._version)
         loop, limit = asyncio.get_running_loop(), self.admission.limit(self._version)
         for number, one in self._admitted.items():
             if number < limit and number not in self._tasks:
@@ -199,7 +200,8 @@ class Windows(ABC, Generic[Prompt]):
                 break
             self.refills += 1
             self._expected += len(places) * self._per_group
-            again = [self.make_group(groups[at].number, self._next_prompt(), self.refills) for at in places]
+            prompts = zip(places, self._next_prompts(len(places)), strict=True)
+            again = [self.make_group(groups[at].number, prompt, self.refills) for at, prompt in prompts]
             for at, group in zip(places, await all_or_none(again), strict=True):
                 self.discarded.append(groups[at])
                 groups[at] = group
