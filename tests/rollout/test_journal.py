@@ -450,7 +450,7 @@ class Makes(Windows[str]):
 
     def __init__(self, admission: Admission, prompts: Sequence[str] = ()) -> None:
         left = iter(prompts)
-        super().__init__(lambda: next(left), per_group=1, admission=admission)
+        super().__init__(lambda count: [next(left) for _ in range(count)], per_group=1, admission=admission)
         self.made: list[tuple[int, str, int | None]] = []
 
     async def make_group(self, number: int, prompt: str, attempt: int = 0) -> Group:

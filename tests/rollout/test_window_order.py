@@ -34,7 +34,8 @@ class Paced(Windows[int]):
     def __init__(self, pace: list[int], admission: Admission, order: Any, first: int = 0) -> None:
         self.pace, self.begun = pace, dict[int, int]()
         numbers = itertools.count(first)
-        super().__init__(lambda: next(numbers), per_group=1, admission=admission, order=order)
+        drawn = lambda count: list(itertools.islice(numbers, count))  # noqa: E731
+        super().__init__(drawn, per_group=1, admission=admission, order=order)
 
     async def make_group(self, number: int, prompt: int, attempt: int = 0) -> Group:
         assert number == prompt
