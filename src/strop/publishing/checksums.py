@@ -14,9 +14,10 @@ against faults, not against somebody who wants to be unnoticed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +26,22 @@ from torch import Tensor
 ROW = 1 << 16
 # Rows that are multiplied at once where the tensors are not on a CPU.
 _ROWS_ELSEWHERE = 256
+# Bytes of tensors that are put together there, at most: with products of twice that size they take 120 MiB.
+_TOGETHER = 40 << 20
+# Kinds of devices that sum tensors one by one.
+_ALONE = ("cpu",)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A checksum on its way: the sums of its rows, int64 [some rows] each, are still on the tensor's device."""
+    """Checksums on their way: the sums of rows, still on the tensors' devices.
 
-    rows: tuple[Tensor, ...]
-    form: str
-    device: torch.device
+    groups: places of tensors of one form among all, and the sums, int64 [those tensors, rows of each]. forms: of all.
+    """
+
+    groups: tuple[tuple[list[int], Tensor], ...]
+    forms: tuple[str, ...]
 
 
 def checksum(tensor: Tensor) -> int:
@@ -43,35 +50,104 @@ def checksum(tensor: Tensor) -> int:
     Memory beside the tensor: 0.5 MiB on a CPU, 128 MiB elsewhere; a copy if it is not contiguous. One transfer from the
     device.
     """
-    return finished([summed(tensor)])[0]
+    return checksums([tensor])[0]
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """The checksum of each; a GPU is waited for once, not for each of them."""
-    return finished([summed(tensor) for tensor in tensors])
+    """The checksum of each; a GPU is waited for once, not for each of them. Memory: as for one."""
+    return finished([summed(list(tensors))])
 
 
-def finished(parts: Sequence[Summed]) -> list[int]:
-    """The checksums, with one transfer from each device."""
-    found = [0] * len(parts)
-    for device in {part.device for part in parts}:
-        chosen = [at for at, part in enumerate(parts) if part.device == device]
-        sums = [rows for at in chosen for rows in parts[at].rows]
-        together = torch.cat(sums).cpu().numpy().view(np.uint64) if sums else np.zeros(0, np.uint64)
-        counts = [sum(len(rows) for rows in parts[at].rows) for at in chosen]
-        for at, total in zip(chosen, _totals(together, counts), strict=True):
-            found[at] = int(total) ^ _of_form(parts[at].form)
+def finished(parts: Iterable[Summed]) -> list[int]:
+    """The checksums of the tensors of all parts in turn, with one transfer from each device."""
+    forms = list[str]()
+    sums: dict[torch.device, list[Tensor]] = {}
+    places: dict[torch.device, list[int]] = {}
+    counts: dict[torch.device, list[int]] = {}
+    for part in parts:
+        for chosen, rows in part.groups:
+            sums.setdefault(rows.device, []).append(rows.reshape(-1))
+            places.setdefault(rows.device, []).extend(len(forms) + at for at in chosen)
+            counts.setdefault(rows.device, []).extend([rows.shape[1]] * len(chosen))
+        forms += part.forms
+    found = [0] * len(forms)
+    for device, some in sums.items():
+        together = torch.cat(some).cpu().numpy().view(np.uint64)
+        for at, total in zip(places[device], _totals(together, counts[device]), strict=True):
+            found[at] = int(total) ^ _of_form(forms[at])
     return found
 
 
-def summed(tensor: Tensor) -> Summed:
-    """The part of a checksum that is computed where the tensor is, without waiting for it."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.numel() % 4 or data.storage_offset() % 4:
-        padded = torch.zeros((data.numel() + 3) // 4 * 4, dtype=torch.uint8, device=data.device)
-        padded[: data.numel()].copy_(data)
-        data = padded
-    return Summed(tuple(_row_sums(data.view(torch.int32))), f"{tensor.dtype}{list(tensor.shape)}", tensor.device)
+def summed(tensors: Sequence[Tensor]) -> Summed:
+    """The part of checksums that is computed where the tensors are, without waiting for it."""
+    return _summed(tensors, alone=_ALONE)
+
+
+def ahead(
+    tensors: Iterable[tuple[str, Tensor]],
+    most: int,
+    write_down: Callable[[Sequence[tuple[str, Tensor]]], None],
+    *,
+    alone: Collection[str] = _ALONE,
+) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors; first `write_down` gets them, in the batches in which summing them costs few calls: on a CPU
+    each alone, else as many as take `most` bytes. alone: kinds of devices of whose tensors each is a batch.
+
+    A batch is written down before any of it is handed on, so that what is summed is what came, whatever is done with
+    it afterwards. So whoever makes the tensors may not use the memory of one for the next. Where it is allocated for
+    them, up to `most` bytes are in use beside the last one; each is let go of when it was handed on.
+    """
+    batch = list[tuple[str, Tensor]]()
+    size = 0
+
+    def written() -> Iterator[tuple[str, Tensor]]:
+        write_down(batch)
+        batch.reverse()
+        while batch:
+            yield batch.pop()
+
+    for name, tensor in tensors:
+        batch.append((name, tensor))
+        size += tensor.nbytes
+        if size >= most or tensor.device.type in alone:
+            yield from written()
+            size = 0
+    if batch:
+        yield from written()
+
+
+def _summed(tensors: Sequence[Tensor], *, alone: Collection[str]) -> Summed:
+    """alone: kinds of devices whose tensors are summed one by one."""
+    groups = list[tuple[list[int], Tensor]]()
+    with torch.no_grad():
+        for places in _groups(tensors, alone):
+            words = _words([tensors[at] for at in places])
+            groups.append((places, _row_sums(words, _sums_here if words.device.type in alone else _sums_of_many)))
+    return Summed(tuple(groups), tuple(f"{tensor.dtype}{list(tensor.shape)}" for tensor in tensors))
+
+
+def _groups(tensors: Sequence[Tensor], alone: Collection[str]) -> Iterator[list[int]]:
+    """Places of tensors that are put together: of one device, dtype and shape, within the bound."""
+    alike: dict[Any, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        key = at if tensor.device.type in alone else (tensor.device, tensor.dtype, tensor.shape)
+        alike.setdefault(key, []).append(at)
+    for places in alike.values():
+        count = max(1, _TOGETHER // max(1, tensors[places[0]].nbytes))
+        yield from (places[at : at + count] for at in range(0, len(places), count))
+
+
+def _words(tensors: Sequence[Tensor]) -> Tensor:
+    """int32 [tensors, words of each], filled up with zeros; tensors: of one device, dtype and shape. No copy of a
+    single one where it can be read as it lies."""
+    count, size = len(tensors), tensors[0].nbytes
+    together = tensors[0].contiguous() if count == 1 else torch.stack(tuple(tensors))
+    data = together.reshape(-1).view(torch.uint8)
+    if size % 4 or data.storage_offset() % 4:
+        padded = torch.zeros((count, (size + 3) // 4 * 4), dtype=torch.uint8, device=data.device)
+        padded[:, :size].copy_(data.view(count, size))
+        data = padded.view(-1)
+    return data.view(torch.int32).view(count, (size + 3) // 4)
 
 
 def _totals(sums: np.ndarray, counts: Sequence[int]) -> np.ndarray:
@@ -85,36 +161,42 @@ def _totals(sums: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     return total
 
 
+@lru_cache(maxsize=4096)
 def _of_form(form: str) -> int:
     return int.from_bytes(hashlib.blake2b(form.encode(), digest_size=8).digest(), "little")
 
 
-def _row_sums(words: Tensor) -> Iterator[Tensor]:
-    """int64 [some rows] each; words: int32 [n], the last row may be short."""
+def _row_sums(words: Tensor, sums_of: Callable[[Tensor, Tensor], Iterator[Tensor]]) -> Tensor:
+    """int64 [tensors, rows]; words: int32 [tensors, words], the last row may be short. sums_of: whole rows."""
     multipliers = _multipliers(words.device)
-    whole = len(words) // ROW
+    whole, rest = divmod(words.shape[1], ROW)
+    sums = list[Tensor]()
     if whole:
-        rows = words[: whole * ROW].view(whole, ROW)
-        yield from _sums_here(rows, multipliers) if words.device.type == "cpu" else _sums_of_many(rows, multipliers)
-    if whole * ROW < len(words):
-        rest = words[whole * ROW :]
-        yield (rest * multipliers[: len(rest)]).sum(0, keepdim=True)
+        rows = words[:, : whole * ROW].view(len(words), whole, ROW)
+        sums += sums_of(rows, multipliers)
+    if rest:
+        sums.append((words[:, whole * ROW :] * multipliers[:rest]).sum(1, keepdim=True))
+    if len(sums) == 1:
+        return sums[0]
+    return torch.cat(sums, 1) if sums else words.to(torch.int64)
 
 
 def _sums_here(rows: Tensor, multipliers: Tensor) -> Iterator[Tensor]:
-    """On a CPU, one row after the other: its products take half a megabyte, which a core's own cache holds."""
-    sums = torch.empty(len(rows), dtype=torch.int64)
+    """int64 [tensors, rows], of int32 [tensors, rows, ROW]. On a CPU, one row after the other: its products take half a
+    megabyte, which a core's own cache holds."""
+    sums = torch.empty(rows.shape[:2], dtype=torch.int64)
     products = torch.empty(ROW, dtype=torch.int64)
-    for at, row in enumerate(rows):
-        torch.mul(row, multipliers, out=products)
-        sums[at] = products.sum()
+    for tensor, found in zip(rows, sums, strict=True):
+        for at, row in enumerate(tensor):
+            torch.mul(row, multipliers, out=products)
+            found[at] = products.sum()
     yield sums
 
 
 def _sums_of_many(rows: Tensor, multipliers: Tensor) -> Iterator[Tensor]:
-    """Elsewhere as few calls as may be: what they cost is far more than the reading."""
-    for some in rows.split(_ROWS_ELSEWHERE):
-        yield (some * multipliers).sum(1)
+    """Elsewhere as few calls as may be: what they cost is far more than the reading. int64 [tensors, some rows]."""
+    for some in rows.split(_ROWS_ELSEWHERE, 1):
+        yield (some * multipliers).sum(2)
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.publishing.checksums import Summed, finished, summed
+from strop.publishing.checksums import Summed, ahead, checksums, finished, summed
 from strop.publishing.manifest import Recording, dtype_named
 from strop.publishing.transports.ipc import IpcSender, IpcTaker, gpu_name, visible_gpus
 from strop.publishing.transports.protocol import Offer
@@ -27,6 +27,8 @@ from strop.rollout.engines.vllm_weights import Place, Sent, adapters_aside, load
 
 _BUCKET = 64 << 20
 _MACHINE = "cpu"
+# Bytes of tensors that a worker sums in one go. vLLM leaves little of a GPU's memory free.
+_BATCH = 64 << 20
 
 
 class WorkerExtension:
@@ -71,27 +73,30 @@ class WorkerExtension:
                 return places(model, sent.shapes, rank=rank, size=size)
 
         before = found()
-        expected: dict[str, Summed] = {}
+        expected = list[str]()
+        came = list[Summed]()
+
+        def write_down(batch: Sequence[tuple[str, Tensor]]) -> None:
+            known = [(name, tensor, before[name]) for name, tensor in batch if name in before]
+            expected.extend(name for name, *_ in known)
+            came.append(summed([tensor[place.part].to(place.live.dtype) for _, tensor, place in known]))
 
         def coming() -> Generator[tuple[str, Tensor]]:
             with closing(whole_tensors(taker, offer, self.device)) as tensors:
-                for name, tensor in tensors:
-                    if name in before:
-                        live, part = before[name]
-                        expected[name] = summed(tensor[part].to(live.dtype))
-                    yield name, tensor
+                # vLLM may change what it loads.
+                yield from ahead(tensors, _BATCH, write_down)
 
         with closing(coming()) as weights:
             load(self, weights, sent, rank=rank, size=size)
         # Building the model anew may have given it other memory.
         after = found()
+        sent_sums = dict(zip(expected, finished(came), strict=True))
         common = [name for name in expected if name in after]
-        held = finished([summed(after[name].live) for name in common])
-        came = finished([expected[name] for name in common])
+        held = checksums(after[name].live for name in common)
         if self.device.type == "cuda":
             # What the tensors were put together in; the GPU may be somebody else's too.
             torch.cuda.empty_cache()
-        return [name for name, one, other in zip(common, held, came, strict=True) if one != other]
+        return [name for name, sums in zip(common, held, strict=True) if sums != sent_sums[name]]
 
 
 class IntoWorkers:

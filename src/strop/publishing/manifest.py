@@ -11,10 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from strop.publishing.checksums import Summed, finished, summed
+from strop.publishing.checksums import Summed, ahead, finished, summed
 
 # Names that a message has room for.
 NAMED = 5
+# Bytes of tensors that are summed in one go on their way into a transport, where they are not on a CPU.
+_BATCH = 256 << 20
 
 FaultKind = Literal["missing", "corrupted", "old", "swapped", "unpublished", "unknown", "shape"]
 
@@ -78,21 +80,22 @@ class Recording:
     seconds: float = 0.0
 
     def over(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors; each is written down before it is handed on."""
-        for name, tensor in tensors:
-            started = time.perf_counter()
-            self.forms.append((name, dtype_name(tensor.dtype), tuple(tensor.shape)))
-            # What is read off a GPU here would make the transport wait for it.
-            self.parts.append(summed(tensor))
-            self.seconds += time.perf_counter() - started
-            self.bytes += tensor.nbytes
-            yield name, tensor
+        """The same tensors; each is written down before it is handed on. Those of a GPU are read `ahead`."""
+        return ahead(tensors, _BATCH, self._write_down)
 
     def manifest(self) -> Manifest:
         started = time.perf_counter()
         entries = [Entry(*form, sums) for form, sums in zip(self.forms, finished(self.parts), strict=True)]
         self.seconds += time.perf_counter() - started
         return Manifest(self.version, tuple(entries), self.bytes, self.seconds)
+
+    def _write_down(self, batch: Sequence[tuple[str, Tensor]]) -> None:
+        started = time.perf_counter()
+        self.forms += [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in batch]
+        # What is read off a GPU here would make the transport wait for it.
+        self.parts.append(summed([tensor for _, tensor in batch]))
+        self.seconds += time.perf_counter() - started
+        self.bytes += sum(tensor.nbytes for _, tensor in batch)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -35,7 +35,8 @@ class TrainerSide:
     """The trainer's part.
 
     Args:
-        weights: gives the tensors of the present version, one whole tensor at a time, under the engine's names.
+        weights: gives the tensors of the present version, one whole tensor at a time, under the engine's names. What it
+            gave may not change until all is sent, as if it used one's memory for the next: some are read ahead.
         transport: None on ranks that only help to gather: these walk through `weights` and send nothing.
         scorer: scores the probe with the trainer's weights.
     """
