@@ -1,6 +1,6 @@
 """Publication to engines in processes of their own: move, compare, probe, and only then let them go on.
 
-    pause all -> offer -> deliver | take -> verify all -> probe all -> commit all -> resume all
+    pause all -> offer -> deliver | take -> verify all | probe the trainer -> probe all -> commit all -> resume all
 
 An engine serves a version only when all engines hold it and it is proved for all. If anything fails, the engines stay
 paused, and the error says which one and which tensors.
@@ -85,8 +85,9 @@ class Publisher:
 
         Returns:
             publish/bytes: moved to each engine. publish/checksum_seconds: of the trainer's checksums and of the slowest
-            engine's. publish/seconds: of everything, checksum_seconds and publish/probe_seconds included.
-            publish/probe_gap: nats.
+            engine's. publish/probe_seconds: what the probe adds, from when all engines are compared until all scores
+            are; the trainer begins with its own while engines compare. publish/seconds: of everything, checksum_seconds
+            and probe_seconds included. publish/probe_gap: nats.
 
         Raises:
             RunFailure: an engine does not hold or serve the version, or something was lost; engines stay paused.
@@ -101,17 +102,25 @@ class Publisher:
         offer = await trainer.offer(version, takers=len(engines), whole=whole)
         delivered = await self._move(trainer, engines, offer)
         manifest = delivered.manifest
-        before = time.perf_counter()
-        found = await every("comparing", lambda engine: engine.verify(manifest))
-        compared = time.perf_counter() - before
-        _refuse({name: faults for name, faults in found.items() if faults}, version, len(manifest.entries))
-
-        before = time.perf_counter()
         lists = self._probe.token_lists
-        mine, theirs = await asyncio.gather(
-            self._all("probing", {"the trainer": _as_coroutine(trainer.score(lists))}),
-            every("probing", lambda engine: engine.score(lists)),
-        )
+        # Nothing that engines do has a bearing on the trainer's scores.
+        scoring = asyncio.ensure_future(self._all("probing", {"the trainer": _as_coroutine(trainer.score(lists))}))
+        tasks: list[asyncio.Future[Any]] = [scoring]
+        try:
+            before = time.perf_counter()
+            found = await every("comparing", lambda engine: engine.verify(manifest))
+            compared = time.perf_counter() - before
+            _refuse({name: faults for name, faults in found.items() if faults}, version, len(manifest.entries))
+
+            before = time.perf_counter()
+            tasks.append(asyncio.ensure_future(every("probing", lambda engine: engine.score(lists))))
+            mine, theirs = await asyncio.gather(*tasks)
+        except Exception:
+            # Ranks that score together would meet in half of it whatever they are asked next.
+            await asyncio.wait([scoring])
+            raise
+        finally:
+            _leave(tasks)
         named = {name.removeprefix("engine "): scores for name, scores in theirs.items()}
         gap = self._probe.judge(mine["the trainer"], named, version=version, cause=CAUSE)
         probed = time.perf_counter() - before
