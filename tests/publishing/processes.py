@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forked_processes import forked
 from strop.publishing.manifest import Recording
@@ -72,6 +74,18 @@ def make_sender(transport: str, port: int, folder: Path, device: str) -> Sending
     if transport == "ipc":
         return IpcSender(bucket_bytes=BUCKET, device=device, timeout=TIMEOUT)
     return DiskSender(folder, shard_bytes=50_000) if transport == "disk" else DeltaSender()
+
+
+class Counted(TorchDispatchMode):
+    """How often torch is called; views cost a GPU nothing, but whoever calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Hosted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import Counted
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.publishing import checksums
 from strop.publishing.checksums import ROW, Summed, ahead, checksum, finished
@@ -193,18 +192,6 @@ def test_what_a_cpu_sums_is_never_put_together(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(checksums, "_sums_of_many", None)
     tensors = [drawn(ROW + 1, torch.float32, seed) for seed in range(3)]
     assert checksums.checksums(tensors) == [reference(tensor) for tensor in tensors]
-
-
-class Counted(TorchDispatchMode):
-    """How often torch is called; views cost a GPU nothing, but whoever calls them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_the_tensors_of_a_model_take_few_calls() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import pickle
 import signal
@@ -19,14 +20,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processes import Tensors
+from processes import Counted, Tensors
 from torch import Tensor
 
 from strop.errors import RunFailure
 from strop.publishing import deltas
-from strop.publishing.buckets import fill, make_slots, unpack
+from strop.publishing.buckets import Filled, Piece, fill, make_slots, unpack
 from strop.publishing.manifest import Manifest, Recording
 from strop.publishing.receiver import Receiver
+from strop.publishing.transports import broadcast
 from strop.publishing.transports.delta import DeltaSender, DeltaTaker
 from strop.publishing.transports.disk import DiskSender, DiskTaker, read_manifest, version_folder
 from strop.publishing.transports.ipc import IpcSender, IpcTaker
@@ -75,6 +77,47 @@ def test_buckets_carry_everything(size: int, names: int | None, sent: torch.dtyp
     assert all(torch.equal(into[name], source[name].to(held)) for name in SHAPES)
     assert order[: buckets - 1] == [at % 2 for at in range(buckets - 1)]
     assert buckets > 3 or size > 10_000
+
+
+def test_what_a_bucket_holds_is_read_as_it_was_written() -> None:
+    piece = Piece("modèle.层\0.weight", "bfloat16", (7, 0, 3), 1 << 40, 12, 128)
+    size = len(json.dumps(piece)) + 2
+    for filled in (
+        Filled(3, 1, (piece,), 140, last=False),
+        Filled(0, 0, (), 0, last=True),
+        Filled(-1, 0, (piece,) * ((broadcast.HEADER - 40) // size), 5, last=True),
+    ):
+        header = broadcast._written(filled)
+        assert (header.shape, header.dtype) == ((broadcast.HEADER,), torch.uint8)
+        assert broadcast._read(header) == filled
+
+
+def test_a_tensor_that_fits_a_bucket_takes_few_calls() -> None:
+    source = {f"t{at}": torch.randn(at + 1) for at in range(50)}
+    receiving = Receiver({name: torch.nn.Parameter(torch.zeros_like(tensor)) for name, tensor in source.items()})
+    slots = make_slots(1 << 20)
+    receiving.begin(1)
+    with Counted() as counted:
+        (filled,) = fill(1, source.items(), slots, lambda slot: None)
+    assert counted.calls.total() < 7 * 50
+    with Counted() as counted:
+        unpack(filled, slots[0], receiving)
+    assert counted.calls.total() < 7 * 50
+
+
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+def test_what_is_changed_after_it_arrived_is_a_fault(held: torch.dtype) -> None:
+    into, receiving = receiver(held)
+    recording, tensors = recorded(1, weights(0).items())
+    receiving.begin(1)
+    for name, tensor in tensors:
+        receiving.put(name, tensor)
+    assert receiving.verify(recording.manifest()) == []
+    into["c"][7] += 1.0
+    what = "holds other values than were sent"
+    if held == torch.bfloat16:
+        what = "was changed after it was converted to bfloat16"
+    assert [str(fault) for fault in receiving.verify(recording.manifest())] == [f"c ({what})"]
 
 
 def test_only_what_was_proved_can_be_served() -> None:

@@ -84,7 +84,7 @@ def fill(
                 free(slot)
                 taken = True
             count = min(len(data) - start, size - used)
-            slots[slot][used : used + count].copy_(data[start : start + count])
+            slots[slot][used : used + count].copy_(data if count == len(data) else data[start : start + count])
             pieces.append(Piece(name, dtype, shape, start, count, used))
             start, used, words = start + count, -(-(used + count) // ALIGNED) * ALIGNED, words + cost
             if start >= len(data):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.errors import RunFailure
-from strop.publishing.checksums import checksum, checksums
+from strop.publishing.checksums import Summed, checksums, finished, summed
 from strop.publishing.manifest import Entry, Fault, Manifest, dtype_name, dtype_named
 
 
@@ -39,10 +39,9 @@ class Receiver:
         self._bytes: Counter[str] = Counter()
         self._begun: set[str] = set()
         self._odd: dict[str, Fault] = {}
-        # Tensors whose number format is another than the engine's: being put together; sent and converted checksums.
+        # Tensors whose number format is another than the engine's: being put together; as they came, and converted.
         self._parts: dict[str, Tensor] = {}
-        self._sent: dict[str, int] = {}
-        self._converted: dict[str, int] = {}
+        self._converted: dict[str, Summed] = {}
 
     def begin(self, version: int) -> None:
         """From now on nothing is served, until `commit`."""
@@ -63,16 +62,15 @@ class Receiver:
         live, sent = self._into[name].detach(), dtype_named(dtype)
         self._begun.add(name)
         self._bytes[name] += len(payload)
-        with torch.no_grad():
-            if sent == live.dtype and live.is_contiguous():
-                _bytes_of(live)[start : start + len(payload)].copy_(payload)
-                return
-            total = math.prod(shape) * sent.itemsize
-            if name not in self._parts:
-                self._parts[name] = torch.empty(total, dtype=torch.uint8, device=live.device)
-            self._parts[name][start : start + len(payload)].copy_(payload)
-            if self._bytes[name] >= total:
-                self._convert(name, self._parts.pop(name).view(sent).view(shape))
+        if sent == live.dtype and live.is_contiguous():
+            _write(_bytes_of(live), start, payload)
+            return
+        total = math.prod(shape) * sent.itemsize
+        if name not in self._parts:
+            self._parts[name] = torch.empty(total, dtype=torch.uint8, device=live.device)
+        _write(self._parts[name], start, payload)
+        if self._bytes[name] >= total:
+            self._convert(name, self._parts.pop(name).view(sent).view(shape))
 
     def put(self, name: str, tensor: Tensor) -> None:
         """A whole tensor, on any device, not kept."""
@@ -106,7 +104,11 @@ class Receiver:
         owners = {entry.checksum: entry.name for entry in manifest.entries}
         held = {entry.name: live for entry in manifest.entries if (live := self._into.get(entry.name)) is not None}
         sums = dict(zip(held, checksums(held.values()), strict=True))
-        faults = [fault for entry in manifest.entries if (fault := self._fault(entry, owners, sums)) is not None]
+        both = finished(self._converted.values())
+        converted = dict(zip(self._converted, zip(both[::2], both[1::2], strict=True), strict=True))
+        faults = [
+            fault for entry in manifest.entries if (fault := self._fault(entry, owners, sums, converted)) is not None
+        ]
         named = {entry.name for entry in manifest.entries}
         faults += [Fault(name, "unpublished", "was not published") for name in self._into if name not in named]
         faults += [fault for name, fault in self._odd.items() if name not in named]
@@ -127,7 +129,14 @@ class Receiver:
         self.version = version
         self._taking = None
 
-    def _fault(self, entry: Entry, owners: Mapping[int, str], sums: Mapping[str, int]) -> Fault | None:
+    def _fault(
+        self,
+        entry: Entry,
+        owners: Mapping[int, str],
+        sums: Mapping[str, int],
+        converted: Mapping[str, tuple[int, int]],
+    ) -> Fault | None:
+        """owners: names by what was sent. sums: what is held. converted: what came, and what was made of it."""
         name = entry.name
         if name in self._odd:
             return self._odd[name]
@@ -139,9 +148,9 @@ class Receiver:
         total = math.prod(entry.shape) * dtype_named(entry.dtype).itemsize
         if self._bytes[name] < total:
             return Fault(name, "missing", f"{self._bytes[name]} of {total} bytes were delivered")
-        if name in self._sent:
-            found = self._sent[name]
-            if found == entry.checksum and sums[name] != self._converted[name]:
+        if name in converted:
+            found, made = converted[name]
+            if found == entry.checksum and sums[name] != made:
                 return Fault(name, "corrupted", f"was changed after it was converted to {dtype_name(live.dtype)}")
         else:
             found = sums[name]
@@ -164,12 +173,18 @@ class Receiver:
     def _convert(self, name: str, tensor: Tensor) -> None:
         live = self._into[name].detach()
         converted = tensor.to(live.device, live.dtype)
-        self._sent[name], self._converted[name] = checksum(tensor), checksum(converted)
+        # A GPU is not waited for here: that would be twice for each tensor.
+        self._converted[name] = summed([tensor, converted])
         live.copy_(converted)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def _write(into: Tensor, start: int, payload: Tensor) -> None:
+    """Both of bytes. Most tensors come in one piece, and every call counts that is made for each of them."""
+    (into if len(payload) == len(into) else into[start : start + len(payload)]).copy_(payload)
 
 
 def _held(version: int | None) -> str:

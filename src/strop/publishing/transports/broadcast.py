@@ -164,13 +164,13 @@ def _broadcast(group: Any, tensor: Tensor) -> Any:
 
 
 def _written(filled: Filled) -> Tensor:
-    """uint8 [HEADER]"""
+    """uint8 [HEADER]; zeros, of which JSON has none, fill it up."""
     text = json.dumps([filled.version, filled.slot, filled.pieces, filled.used, filled.last]).encode()
-    return torch.frombuffer(bytearray(text.ljust(HEADER)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.ljust(HEADER, b"\0")), dtype=torch.uint8)
 
 
 def _read(header: Tensor) -> Filled:
-    version, slot, pieces, used, last = json.loads(header.cpu().numpy().tobytes())
+    version, slot, pieces, used, last = json.loads(header.cpu().numpy().tobytes().split(b"\0", 1)[0])
     return Filled(version, slot, tuple(Piece(p[0], p[1], tuple(p[2]), *p[3:]) for p in pieces), used, last)
 
 
