@@ -201,7 +201,7 @@ async def _beside(call: Awaitable[T]) -> AsyncIterator[asyncio.Future[T]]:
     try:
         yield task
     except Exception:
-        # Its ranks may be half way through something that they do together; nothing else may be asked of them meanwhile.
+        # Its ranks may be half way through what they do together; nothing else may be asked of them meanwhile.
         await asyncio.wait([task])
         raise
     finally:
