@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import random
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strop.config.rewards import RewardSettings
@@ -363,3 +367,12 @@ def test_a_verifier_called_environment_is_not_the_environment() -> None:
         check_errors([GOOD, bad("environment")], first_step=True, settings=SETTINGS)
     assert "the verifier 'environment' could not score 1 of 2 completions" in caught.value.what
     assert caught.value.where == "rewards.verifiers, environment"
+
+
+def test_ids_are_a_list_however_they_were_given() -> None:
+    given = Completed("p", "c", completion_ids=np.array([1, 2]))  # type: ignore[arg-type]
+    for item in (given, pickle.loads(pickle.dumps(given)), replace(given, finish="length"), deepcopy(given)):
+        assert item.completion_ids == [1, 2]
+        assert all(type(one) is int for one in item.completion_ids)
+    assert given == Completed("p", "c", completion_ids=[1, 2])
+    assert Completed("p", "c").completion_ids == ()

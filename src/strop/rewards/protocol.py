@@ -6,7 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+
 Message = dict[str, Any]
+
+
+class _Ids:
+    """A field of token ids that is given as an array or a list, and read as a list, which is made when it is first
+    asked for: most verifiers read the text alone."""
+
+    def __get__(self, item: Any, owner: type) -> Sequence[int]:
+        if item is None:
+            return ()
+        ids: Any = item.__dict__["_ids"]
+        if isinstance(ids, np.ndarray):
+            ids = item.__dict__["_ids"] = ids.tolist()
+        return ids  # type: ignore[no-any-return]
+
+    def __set__(self, item: Any, ids: Sequence[int] | np.ndarray) -> None:
+        item.__dict__["_ids"] = ids
 
 
 @dataclass(frozen=True)
@@ -23,7 +41,7 @@ class Completed:
     completion: str
     answer: Any = None
     row: Mapping[str, Any] = field(default_factory=dict)
-    completion_ids: Sequence[int] = ()
+    completion_ids: Sequence[int] = _Ids()  # type: ignore[assignment]
     finish: str = "stop"
     messages: Sequence[Message] = ()
     environment_reward: float | None = None
