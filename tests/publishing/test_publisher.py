@@ -83,7 +83,7 @@ async def test_nobody_goes_on_before_everybody_is_proved(streams: bool) -> None:
     trainer, engines, log = parties(streams=streams)
     found = await publisher().publish(trainer, engines, version=3)
     moved = ["deliver T", "take t a", "take t b"] if streams else ["deliver T", "take after a", "take after b"]
-    steps = [["offer T", "pause a", "pause b"], moved, ["score T", "verify a", "verify b"], ["score a", "score b"]]
+    steps = [["pause a", "pause b"], ["offer T"], moved, ["score T", "verify a", "verify b"], ["score a", "score b"]]
     steps += [["commit a", "commit b"], ["resume a", "resume b"]]
     at = 0
     for step in steps:
@@ -211,29 +211,6 @@ async def test_what_is_wrong_in_an_engine_is_told_when_the_trainer_is_done(
     await no_task_is_left()
     gc.collect()
     assert not caplog.records, "an exception that nobody asked for is logged when its task is collected"
-
-
-async def test_an_engine_that_cannot_pause_is_told_when_the_trainer_is_done(caplog: pytest.LogCaptureFixture) -> None:
-    trainer, engines, log = parties()
-    engines["b"].fails = "pause"
-
-    async def offer(version: int, *, takers: int, whole: bool = False) -> Offer:
-        await asyncio.sleep(0.1)
-        log.append("offered T")
-        raise ConnectionError("gone too")
-
-    trainer.offer = offer  # type: ignore[method-assign]
-    with pytest.raises(RunFailure) as caught:
-        await publisher().publish(trainer, engines, version=3)
-    assert caught.value.what == "publishing weights failed at pausing. In engine b: ConnectionError: gone"
-    assert log[-1] == "offered T"
-    engines["b"].fails = None
-    with pytest.raises(ConnectionError, match="gone too"):
-        await publisher().publish(trainer, engines, version=3)
-    assert not [line for line in log if line.startswith(("take", "deliver", "resume"))]
-    await no_task_is_left()
-    gc.collect()
-    assert not caplog.records
 
 
 async def test_a_trainer_that_cannot_score_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,6 @@
 """Publication to engines in processes of their own: move, compare, probe, and only then let them go on.
 
-    pause all | offer -> deliver | take -> verify all | probe the trainer -> probe all -> commit all -> resume all
+    pause all -> offer -> deliver | take -> verify all | probe the trainer -> probe all -> commit all -> resume all
 
 An engine serves a version only when all engines hold it and it is proved for all. If anything fails, the engines stay
 paused, and the error says which one and which tensors.
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -99,25 +98,29 @@ class Publisher:
             calls = {f"engine {name}": _as_coroutine(call(engine)) for name, engine in engines.items()}
             return await self._all(step, calls)
 
-        async with _beside(trainer.offer(version, takers=len(engines), whole=whole)) as offering:
-            await every("pausing", lambda engine: engine.pause())
-            offer = await offering
+        await every("pausing", lambda engine: engine.pause())
+        offer = await trainer.offer(version, takers=len(engines), whole=whole)
         delivered = await self._move(trainer, engines, offer)
         manifest = delivered.manifest
         lists = self._probe.token_lists
         # Nothing that engines do has a bearing on the trainer's scores.
-        async with _beside(self._all("probing", {"the trainer": _as_coroutine(trainer.score(lists))})) as scoring:
+        scoring = asyncio.ensure_future(self._all("probing", {"the trainer": _as_coroutine(trainer.score(lists))}))
+        tasks: list[asyncio.Future[Any]] = [scoring]
+        try:
             before = time.perf_counter()
             found = await every("comparing", lambda engine: engine.verify(manifest))
             compared = time.perf_counter() - before
             _refuse({name: faults for name, faults in found.items() if faults}, version, len(manifest.entries))
 
             before = time.perf_counter()
-            others = asyncio.ensure_future(every("probing", lambda engine: engine.score(lists)))
-            try:
-                mine, theirs = await asyncio.gather(scoring, others)
-            finally:
-                _leave([others])
+            tasks.append(asyncio.ensure_future(every("probing", lambda engine: engine.score(lists))))
+            mine, theirs = await asyncio.gather(*tasks)
+        except Exception:
+            # Ranks that score together would meet in half of it whatever they are asked next.
+            await asyncio.wait([scoring])
+            raise
+        finally:
+            _leave(tasks)
         named = {name.removeprefix("engine "): scores for name, scores in theirs.items()}
         gap = self._probe.judge(mine["the trainer"], named, version=version, cause=CAUSE)
         probed = time.perf_counter() - before
@@ -192,20 +195,6 @@ def _leave(tasks: Any) -> None:
     for task in tasks:
         task.cancel()
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-@asynccontextmanager
-async def _beside(call: Awaitable[T]) -> AsyncIterator[asyncio.Future[T]]:
-    """A call of the trainer that runs beside what is done with engines."""
-    task = asyncio.ensure_future(call)
-    try:
-        yield task
-    except Exception:
-        # Its ranks may be half way through what they do together; nothing else may be asked of them meanwhile.
-        await asyncio.wait([task])
-        raise
-    finally:
-        _leave([task])
 
 
 async def _as_coroutine(call: Awaitable[T]) -> T:
