@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_runs import recipe
 
 from strop.config.loading import load_config
 from strop.loops.online import open_run
+from strop.loops.step_record import episode_records
 from strop.tracking import episodes
 from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, read_episodes
 
@@ -111,3 +114,27 @@ def test_a_run_whose_episodes_cannot_be_written_fails(saves: bool) -> None:
     with pytest.raises(OSError, match="episodes"):
         asyncio.run(steps())
     assert (found[0] / "checkpoints" / "latest").read_text().strip() == "step-000000"
+
+
+def test_what_belongs_to_another_sequence_is_not_written(tmp_path: Path) -> None:
+    episode = SimpleNamespace(
+        group=0, sample=0, prompt_id="row-0", completion="", status="stop", reward=1.0, correct=None, components={},
+        detail="", row={},
+    )  # fmt: skip
+    prompts = SimpleNamespace(text=lambda prompt_id: "", answer=lambda episode: None)
+
+    def stream(length: int) -> Any:
+        ones = np.ones(length)
+        fields = {"tokens": ones.astype(int), "loss_mask": ones > 0, "logprobs": ones, "versions": ones.astype(int)}
+        return SimpleNamespace(**fields, number=0, past=False)
+
+    def batch(*lengths: int) -> Any:
+        flat = torch.arange(sum(lengths)).float()
+        return SimpleNamespace(advantages=flat, extra={"logprobs": -flat}, lengths=lambda: torch.tensor(lengths))
+
+    streams: Any = [(episode, stream(2)), (episode, stream(3))]
+    records = episode_records(streams, batch(2, 3), [], prompts)  # type: ignore[arg-type]
+    assert [one.advantages.tolist() for one in records if one.advantages is not None] == [[0, 1], [2, 3, 4]]
+    for lengths in ((3, 2), (3, 3), (2, 3, 4), (2,)):
+        with pytest.raises(ValueError, match=r"entries for|argument"):
+            episodes.write_episodes(tmp_path / "e", episode_records(streams, batch(*lengths), [], prompts))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -69,8 +69,8 @@ def episode_records(
     records = [_record(episode, stream, prompts) for episode, stream in streams]
     if batch is not None and batch.advantages is not None:
         advantages, logprobs = batch.advantages.numpy(), batch.extra["logprobs"].numpy()
-        edges = accumulate((len(stream.tokens) for _, stream in streams), initial=0)
-        for record, (start, end) in zip(records, pairwise(edges), strict=True):
+        edges = np.cumsum(batch.lengths().numpy()).tolist()
+        for record, (start, end) in zip(records, pairwise([0, *edges]), strict=True):
             record.advantages, record.trainer_logprobs = advantages[start:end], logprobs[start:end]
     return records + _records(failed, prompts)
 
