@@ -159,3 +159,12 @@ def test_what_is_no_number_stays_none_in_the_drawing_kernel() -> None:
     logits[0, 4990] = torch.nan
     logprobs = drawn(logits, torch.ones(2, device=DEVICE), torch.full((2,), 0.1, dtype=torch.float64, device=DEVICE))[1]
     assert logprobs.isnan().tolist() == [True, False]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter finds no likeliest one among what is no number")
+@pytest.mark.parametrize("vocabulary", [13, 4096, 5000])
+def test_a_greedy_token_is_one_of_the_vocabulary_though_no_logit_is_a_number(vocabulary: int) -> None:
+    logits = torch.full((3, vocabulary), torch.nan, device=DEVICE)
+    tokens, logprobs = drawn(logits, torch.zeros(3, device=DEVICE), torch.zeros(3, dtype=torch.float64, device=DEVICE))
+    assert bool(((tokens >= 0) & (tokens < vocabulary)).all())
+    assert bool(logprobs.isnan().all())

@@ -48,6 +48,7 @@ async def test_captured_steps_are_those_of_plain_ones(compiled: bool) -> None:
     _, plain, _ = await sampled(model, graphs=False)
     engine, captured, requests = await sampled(model, compiled=compiled)
     assert engine._graphs is not None
+    assert engine._graphs._draw == engine._drawn_in_one_pass
     for mine, theirs in zip(captured, plain, strict=True):
         assert list(mine.tokens) == list(theirs.tokens)
         np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)

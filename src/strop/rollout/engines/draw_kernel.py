@@ -70,7 +70,9 @@ def draw(logits: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tenso
     inside = at.clamp(max=vocabulary - 1)
     weights = torch.exp(logits.gather(1, inside).float() / scale[:, None] - top).double()
     weights[at >= vocabulary] = 0.0
-    tokens = torch.where(temperatures[:, None] > 0, inside.gather(1, search(weights, rest)), places.gather(1, chunk))
+    # Where no logit is a number the likeliest one can be what fills the last chunk up.
+    best = places.gather(1, chunk).clamp(max=vocabulary - 1)
+    tokens = torch.where(temperatures[:, None] > 0, inside.gather(1, search(weights, rest)), best)
     logprobs = logits.gather(1, tokens).float() / scale[:, None] - top - total.log().float()
     return tokens[:, 0], logprobs[:, 0]
 
