@@ -296,15 +296,18 @@ def test_of_prompts_taken_together_the_first_problem_is_told(
     tokenizer: Any, tokenizer_with: Callable[..., Any]
 ) -> None:
     good, long, bad, empty = {"prompt": "a"}, {"prompt": "x" * 20}, {"prompt": 3}, {"prompt": ""}
+    chat = {"prompt": CHAT}
 
     without_bos = tokenizer_with(bos=False)
 
-    def told(rows: list[dict[str, Any]], overlong: str) -> DataError:
+    def told(rows: list[dict[str, Any]], overlong: str) -> UserError:
         tokens = tokenizer if empty not in rows else without_bos
+        if chat in rows:
+            tokens = tokenizer_with(chat_template=None)
         prompts = dataset(rows, tokens, limit=10, overlong_prompts=overlong)
         errors = []
         for ask in (lambda stream: stream.take(4), lambda stream: [stream.next() for _ in range(4)]):
-            with pytest.raises(DataError) as error:
+            with pytest.raises(UserError) as error:
                 ask(PromptStream(prompts, Cursor(prompts.source, seed=0, shuffle=False)))
             errors.append(error.value)
         together, alone = errors
@@ -315,6 +318,8 @@ def test_of_prompts_taken_together_the_first_problem_is_told(
     assert "row 2 " in told([good, long, bad, good], "skip").where
     assert "row 1 " in told([good, empty, long, bad], "refuse").where
     assert "row 2 " in told([good, long, empty, bad], "skip").where
+    assert "row 1 " in told([good, long, chat, good], "refuse").where
+    assert "template" in str(told([good, long, chat, good], "skip"))
     assert "every prompt is overlong" in str(told([long, long, long], "skip"))
 
 

@@ -12,7 +12,7 @@ from strop.data.order import Cursor
 from strop.data.rendering import Message, Renderer, check_messages, fill_template, template_columns
 from strop.data.rows import row_id, row_number
 from strop.data.sources import Source, require_column
-from strop.errors import DataError
+from strop.errors import DataError, UserError
 
 CHECK_ALL_ROWS = 5000
 """A source of up to so many rows is checked whole; of a longer one, the first `CHECK_FIRST_ROWS`."""
@@ -130,12 +130,12 @@ class PromptDataset:
             OverlongPrompt, DataError: as `prompt`, for the first row with which something is wrong.
         """
         read: list[tuple[int, dict[str, Any], str | list[Message], str, bool]] = []
-        problem: DataError | None = None
+        problem: UserError | None = None
         for i in rows:
             try:
                 row = self.source[i]
                 read.append((i, row, *self._rendered(i, row)))
-            except DataError as error:
+            except UserError as error:
                 # A row before it may be overlong, or empty.
                 problem = error
                 break
