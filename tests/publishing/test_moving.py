@@ -184,6 +184,14 @@ def test_a_tensor_that_ends_too_soon_is_a_fault() -> None:
         ]
 
 
+def test_a_piece_that_begins_elsewhere_is_not_taken_for_the_whole() -> None:
+    _, receiving = receiver(torch.float32)
+    receiving.begin(1)
+    tensor = weights(0)["c"]
+    with pytest.raises(RuntimeError):
+        receiving.piece("c", "float32", tuple(tensor.shape), 8, tensor.reshape(-1).view(torch.uint8))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8]),

@@ -184,7 +184,8 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _write(into: Tensor, start: int, payload: Tensor) -> None:
     """Both of bytes. Most tensors come in one piece, and every call counts that is made for each of them."""
-    (into if len(payload) == len(into) else into[start : start + len(payload)]).copy_(payload)
+    whole = start == 0 and len(payload) == len(into)
+    (into if whole else into[start : start + len(payload)]).copy_(payload)
 
 
 def _held(version: int | None) -> str:
