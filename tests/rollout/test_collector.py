@@ -28,6 +28,9 @@ class Question:
     row: dict[str, Any] = field(default_factory=lambda: {"prompt": "question", "answer": "7", "hint": "none"})
 
 
+WORTHLESS = ("row-0", "row-2", "row-3")
+
+
 class Letters:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return "".join(chr(97 + token % 26) for token in token_ids)
@@ -43,7 +46,7 @@ class SlowestFirst:
         self.cancelled: list[tuple[int, ...]] = []
 
     async def generate(self, request: SampleRequest) -> SampleResult:
-        group, sample, _ = request.stream
+        group, sample = request.stream[:2]
         self.asked.append(request.stream)
         try:
             turns = 2 if request.stream == self.fails else 60 - 8 * group - sample
@@ -225,3 +228,36 @@ def test_a_failed_reward_comes_back_as_it_was_written(status: Any) -> None:
     found = reward_of(episode)
     assert (found.status, found.failed, found.detail) == (status, "judge", "judge: no answer")
     assert found.components == {"format": 1.0}
+
+
+async def test_other_prompts_come_in_order_of_the_places_that_they_take() -> None:
+    # The first round's prompts are rows 0 to 2, of which the outer ones are worth nothing; the second's rows 3 and 4.
+    collector = collector_of(
+        SlowestFirst(), worth=lambda group: group.episodes[0].prompt_id not in WORTHLESS, max_refills=2
+    )
+    collector.serve(0)
+    groups = await collector.next_window(0)
+    assert [(group.number, group.episodes[0].prompt_id) for group in groups] == [
+        (0, "row-5"),
+        (1, "row-1"),
+        (2, "row-4"),
+    ]
+    assert [group.episodes[0].prompt_id for group in collector.discarded] == ["row-0", "row-2", "row-3"]
+    await collector.close()
+
+
+async def test_too_few_prompts_are_told_before_any_group_begins() -> None:
+    engine = SlowestFirst()
+    collector = Collector(
+        Player(engine, Letters()),
+        Judge(),
+        lambda count: [Question("row-0", (1, 2))] * (count - 1),
+        settings=SampleSettings(8),
+        group_size=2,
+        admission=Admission(3),
+    )
+    collector.serve(0)
+    with pytest.raises(ValueError, match="3 prompts were asked for, and 2 came"):
+        await collector.next_window(0)
+    await collector.close()
+    assert engine.asked == []

@@ -152,12 +152,18 @@ class Windows(ABC, Generic[Prompt]):
         """Begin the groups that the version which is served admits."""
         assert self._version is not None
         numbers = self.admission.admit(self._version)
-        for number, prompt in zip(numbers, self._next_prompts(len(numbers)), strict=True):
+        for number, prompt in zip(numbers, self._prompts(len(numbers)), strict=True):
             self._admitted[number] = Admitted(prompt, self._version)
         loop, limit = asyncio.get_running_loop(), self.admission.limit(self._version)
         for number, one in self._admitted.items():
             if number < limit and number not in self._tasks:
                 self._tasks[number] = loop.create_task(self.make_group(number, one.prompt))
+
+    def _prompts(self, count: int) -> Sequence[Prompt]:
+        prompts = self._next_prompts(count)
+        if len(prompts) != count:
+            raise ValueError(f"{count} prompts were asked for, and {len(prompts)} came")
+        return prompts
 
     async def _choose(self, step: int, size: int) -> list[int]:
         """The numbers of the groups of a window."""
@@ -200,7 +206,7 @@ class Windows(ABC, Generic[Prompt]):
                 break
             self.refills += 1
             self._expected += len(places) * self._per_group
-            prompts = zip(places, self._next_prompts(len(places)), strict=True)
+            prompts = zip(places, self._prompts(len(places)), strict=True)
             again = [self.make_group(groups[at].number, prompt, self.refills) for at, prompt in prompts]
             for at, group in zip(places, await all_or_none(again), strict=True):
                 self.discarded.append(groups[at])
