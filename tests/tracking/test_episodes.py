@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,6 +154,24 @@ def test_records_may_hold_cuts_and_numbers_of_different_kinds(tmp_path: Path) ->
         write_episodes(tmp_path / "e.parquet", [record(tokens=one) for one in tokens])
         found = read_episodes(tmp_path / "e.parquet")
         assert [one.tokens.tolist() for one in found] == [one.tolist() for one in tokens]
+
+
+def test_records_may_hold_what_numpy_makes_an_array_of(tmp_path: Path) -> None:
+    given = np.arange(5)
+    for kind in (list, torch.tensor, lambda tokens: tokens.astype(object)):
+        write_episodes(tmp_path / "e.parquet", [record(tokens=kind(given)), record(tokens=given + 5)])
+        assert [one.tokens.tolist() for one in read_episodes(tmp_path / "e.parquet")] == [
+            [0, 1, 2, 3, 4],
+            [5, 6, 7, 8, 9],
+        ]
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_more_than_one_number_for_a_token_is_refused(tmp_path: Path, name: str) -> None:
+    pairs = np.stack([getattr(record(), name)] * 2, axis=1)
+    with pytest.raises(ValueError, match=rf"{name} has the shape \[5, 2\] for 5 tokens"):
+        write_episodes(tmp_path / "e.parquet", [record(), record(**{name: pairs})])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", [name for name in ARRAYS if name != "tokens"])

@@ -237,10 +237,13 @@ def _table(records: Sequence[EpisodeRecord]) -> pa.Table:
 
 
 def _flat(parts: Sequence[np.ndarray], lengths: np.ndarray, dtype: type, name: str) -> np.ndarray:
+    parts = [np.asarray(part) for part in parts]
     for part, length in zip(parts, lengths.tolist(), strict=True):
-        if len(part) != length:
-            raise ValueError(f"{name} has {len(part)} entries for {length} tokens")
-    if len({part.dtype for part in parts}) != 1:
+        if part.shape != (length,):
+            found = f"{len(part)} entries" if part.ndim == 1 else f"the shape {list(part.shape)}"
+            raise ValueError(f"{name} has {found} for {length} tokens")
+    formats = {part.dtype for part in parts}
+    if len(formats) != 1 or parts[0].dtype.hasobject:
         return np.concatenate([np.zeros(0, dtype=dtype), *parts], dtype=dtype, casting="unsafe")
     # `concatenate` lets go of the interpreter lock at each part, and so does the loop, which runs meanwhile: handing it
     # back and forth would cost the loop more than all of this.
