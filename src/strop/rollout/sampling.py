@@ -6,7 +6,7 @@ sample's stream and the position, so batching, scheduling, retries and resume ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ def draw(logits: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tenso
     weights = torch.exp(scaled - top)
     if vocabulary <= BLOCK:
         total = weights.sum(-1, keepdim=True).double()
-        drawn = search(weights.double(), u[:, None] * total)
+        drawn = _search(weights.double(), u[:, None] * total)
     else:
         total, drawn = _search_blocks(weights, u)
     tokens = torch.where(temperatures[:, None] > 0, drawn, best)
@@ -87,19 +87,31 @@ def _search_blocks(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     sums[:, :whole] = weights[:, : whole * BLOCK].view(rows, whole, BLOCK).sum(-1)
     if whole < blocks:
         sums[:, whole:] = weights[:, whole * BLOCK :].sum(-1, keepdim=True)
+    return search_blocks(sums, u, vocabulary, lambda places: weights.gather(1, places))
+
+
+def search_blocks(
+    sums: Tensor, u: Tensor, vocabulary: int, weights_at: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """(sum of the weights [B, 1] float64, place [B, 1] where the share `u` of it is reached).
+
+    Args:
+        sums: float64 [B, blocks], of the weights of each block; blocks behind the vocabulary have none.
+        weights_at: weights [B, BLOCK] of places [B, BLOCK].
+    """
     edges = sums.cumsum(-1)
     total = edges[:, -1:]
     target = u[:, None] * total
-    block = torch.searchsorted(edges, target, right=True).clamp_(max=blocks - 1)
+    block = torch.searchsorted(edges, target, right=True).clamp_(max=-(-vocabulary // BLOCK) - 1)
     rest = target - (edges.gather(1, block) - sums.gather(1, block))
-    at = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    at = block * BLOCK + torch.arange(BLOCK, device=sums.device)
     places = at.clamp(max=vocabulary - 1)
-    inner = weights.gather(1, places).double()
+    inner = weights_at(places).double()
     inner[at >= vocabulary] = 0.0
-    return total, places.gather(1, search(inner, rest))
+    return total, places.gather(1, _search(inner, rest))
 
 
-def search(weights: Tensor, target: Tensor) -> Tensor:
+def _search(weights: Tensor, target: Tensor) -> Tensor:
     """[B, 1]: the first of the weights [B, N] with which their sum goes past the target [B, 1]."""
     index = torch.searchsorted(weights.cumsum(-1), target, right=True)
     # Rounding can carry the search past the last token that has any weight: take the likeliest then.

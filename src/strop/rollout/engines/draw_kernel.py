@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from strop.rollout.sampling import BLOCK, search
+from strop.rollout.sampling import BLOCK, search_blocks
 
 _BLOCKS = 16
 _LEAST = 1e-30
@@ -61,18 +61,14 @@ def draw(logits: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tenso
     together = (sums.double() * torch.exp(tops - top).double()[..., None]).view(rows, -1)
     # What is so unlikely in all may have no weight left where it is computed again, token by token.
     together.masked_fill_(together < _LEAST, 0.0)
-    edges = together.cumsum(-1)
-    total = edges[:, -1:]
-    target = u[:, None] * total
-    block = torch.searchsorted(edges, target, right=True).clamp_(max=triton.cdiv(vocabulary, BLOCK) - 1)
-    rest = target - (edges.gather(1, block) - together.gather(1, block))
-    at = block * BLOCK + torch.arange(BLOCK, device=logits.device)
-    inside = at.clamp(max=vocabulary - 1)
-    weights = torch.exp(logits.gather(1, inside).float() / scale[:, None] - top).double()
-    weights[at >= vocabulary] = 0.0
+
+    def weights_at(places: Tensor) -> Tensor:
+        return torch.exp(logits.gather(1, places).float() / scale[:, None] - top)
+
+    total, found = search_blocks(together, u, vocabulary, weights_at)
     # Where no logit is a number the likeliest one can be what fills the last chunk up.
     best = places.gather(1, chunk).clamp(max=vocabulary - 1)
-    tokens = torch.where(temperatures[:, None] > 0, inside.gather(1, search(weights, rest)), best)
+    tokens = torch.where(temperatures[:, None] > 0, found, best)
     logprobs = logits.gather(1, tokens).float() / scale[:, None] - top - total.log().float()
     return tokens[:, 0], logprobs[:, 0]
 
