@@ -25,9 +25,9 @@ from samplers import SAMPLERS, Job
 NAME = "decoding_gpu"
 # What a kernel is for, by what its name contains: the first that fits.
 KINDS = {
-    "attention": ("_decode", "attention", "flash"),
-    "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "splitk", "mm", "linear"),
     "compiled": ("triton_",),
+    "attention": ("_decode", "attention", "flash"),
+    "matrix products": ("gemm", "cutlass", "nvjet", "xmma", "splitk", "aten::mm", "addmm", "aten::linear"),
 }
 OTHERS = "drawing and others"
 SHOWN = 20

@@ -125,7 +125,8 @@ def test_kernels_are_told_apart_by_their_names() -> None:
     kind_of = module("decoding").kind_of
     assert kind_of("_decode") == "attention"
     assert kind_of("nvjet_tst_128x64_64x8_2x1_v_bz_TNT") == "matrix products"
-    assert kind_of("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0") == "compiled"
+    assert kind_of("triton_red_fused__to_copy_addmm_mean_mul_pow_rsqrt_0") == "compiled"
+    assert kind_of("void at::native::index_kernel<std::common_type>") == "drawing and others"
     assert kind_of("void at::native::reduce_kernel<512, 1>") == "drawing and others"
 
 
