@@ -129,11 +129,11 @@ def test_the_page_says_what_takes_the_time_and_the_memory(text: str) -> None:
     assert text.startswith("Step 3 of recipe: created, cpu (1 CPU threads")
     rows = table(text)
     whole = rows.pop("whole step")
-    largest = max(rows, key=lambda name: rows[name])
     found = re.search(r"^([\d.]+) % of the step is ([\w ]+?)(,|\.$)", text, re.MULTILINE)
     assert found is not None
-    assert found[2] == largest
-    assert float(found[1]) == pytest.approx(100 * rows[largest] / whole, abs=0.2)
+    # Two phases can take the same time, as far as the page shows it.
+    assert rows[found[2]] == max(rows.values())
+    assert float(found[1]) == pytest.approx(100 * rows[found[2]] / whole, abs=0.2)
     parts = text.split("parts of training")[1].split("\n\n")[0]
     shares = [float(share) for share in re.findall(r"([\d.]+) %", parts)]
     assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
