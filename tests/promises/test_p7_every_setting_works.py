@@ -1223,7 +1223,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     (folder / "other_taskset.py").write_text(OTHER_TASKSET)
     patch.syspath_prepend(str(folder))
-    with tiny_server() as SERVER["url"], tiny_openenv() as SERVER["openenv"], tiny_openenv(0.2) as SERVER["slow"]:
+    with tiny_server() as SERVER["url"], tiny_openenv() as SERVER["openenv"], tiny_openenv(0.05) as SERVER["slow"]:
         yield folder
     patch.undo()
 
