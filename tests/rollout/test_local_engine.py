@@ -9,15 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from eager_graphs import EagerDecoder, capture_on_a_cpu
 
 from strop.models.forward import score_streams
 from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings, WeightUpdate
+from strop.rollout.engines import graphs, local
 from strop.rollout.engines.graphs import NotCaptured
 from strop.rollout.engines.local import LocalEngine
 from strop.rollout.sampling import stream_key, uniforms
 
 SEED, EOS = 11, 1
 Make = Callable[..., Any]
+
+
+@pytest.fixture(params=["plain", "captured"], autouse=True)
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the engine waits for each step, or launches the next one before it looks at what is drawn."""
+    if request.param == "captured":
+        capture_on_a_cpu(monkeypatch)
+    return str(request.param)
 
 
 def engine_of(model: Any, tokenizer: Any = None, **options: Any) -> LocalEngine:
@@ -224,6 +234,69 @@ async def test_one_new_token(tiny_model: Make) -> None:
     assert longer.tokens[:1] == results[3].tokens
 
 
+# Steps that are launched before the tokens of the one before them were looked at.
+
+
+async def test_a_step_is_launched_before_the_last_one_is_waited_for(
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch, steps: str
+) -> None:
+    did: list[str] = []
+    for owner, name in ((graphs.Drawn, "wait"), (graphs.GraphDecoder, "launch")):
+        then = getattr(owner, name)
+
+        def noted(*given: Any, then: Any = then, name: str = name) -> Any:
+            did.append(name)
+            return then(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+    asked = [request(prompt_of(5, n), (n,), new=6) for n in range(3)]
+    await sample(engine_of(tiny_model(), eos_ids=()), asked)
+    # The first of six tokens comes from the prompt, and nothing is launched for what surely ends.
+    assert did == ([] if steps == "plain" else ["launch", *["launch", "wait"] * 4, "wait"])
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_comes_and_goes_a_completion_is_the_same(tiny_model: Make, seed: int) -> None:
+    """Requests enter, end, are cancelled, wait and are prefilled again at random moments."""
+    rng = np.random.default_rng(seed)
+    model = tiny_model()
+    free = await sample(engine_of(model, eos_ids=()), [request(prompt_of(7), (n,), new=20) for n in range(4)])
+    eos = tuple({free[0].tokens[5], free[1].tokens[9]})
+    engine = engine_of(model, eos_ids=eos, max_sequences=5, context=340, recomputes=bool(seed % 2))
+    # For the last ones the cache has to grow.
+    lengths = rng.integers(1, 40, 30) + np.repeat([0, 100, 270], [22, 4, 4])
+    asked = [request(prompt_of(int(length), n // 2), (n,), new=1 + n % 25) for n, length in enumerate(lengths)]
+
+    async def one(asked: SampleRequest, after: int) -> SampleResult:
+        for _ in range(after):
+            await asyncio.sleep(0)
+        return await engine.generate(asked)
+
+    async with asyncio.timeout(60):
+        tasks = [asyncio.create_task(one(r, int(rng.integers(0, 5 + 5 * n)))) for n, r in enumerate(asked)]
+        cancelled = {int(n) for n in rng.choice(len(asked), 5, replace=False)}
+        version = 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            match int(rng.integers(0, 40)):
+                case 0:
+                    await engine.sleep()
+                case 1:
+                    await engine.pause()
+                    await asyncio.sleep(0)
+                    await engine.resume()
+                case 2:
+                    version += 1
+                    await engine.update_weights(WeightUpdate(version))
+                case 3 if cancelled:
+                    tasks[cancelled.pop()].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    kept = [at for at, result in enumerate(results) if isinstance(result, SampleResult)]
+    assert len(kept) >= 25
+    same([results[at] for at in kept], [one_at_a_time(model, asked[at], eos=eos) for at in kept])  # type: ignore[misc]
+    assert all(results[at].versions == sorted(results[at].versions) for at in kept)  # type: ignore[union-attr]
+
+
 # Prompts that are shared.
 
 
@@ -338,7 +411,7 @@ async def test_a_failure_reaches_every_caller_and_the_engine_works_again(
     tiny_model: Make, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     from strop.errors import RunFailure
-    from strop.rollout.engines import local, packed_linear
+    from strop.rollout.engines import packed_linear
     from strop.rollout.engines.kv_cache import KVCache
 
     model = tiny_model()
@@ -365,21 +438,27 @@ async def test_a_failure_reaches_every_caller_and_the_engine_works_again(
     same(await sample(engine, groups()), [one_at_a_time(model, r) for r in groups()])
 
 
+@pytest.mark.parametrize("after", [0, 1, 4])
 async def test_a_model_that_cannot_be_captured_is_decoded_plainly(
-    tiny_model: Make, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     model = tiny_model()
     plain = engine_of(model)
     expected = await sample(plain, groups())
     await plain.close()
 
-    class Refuses:
-        def step(self, *given: Any) -> Any:
-            raise NotCaptured("it has sinks")
+    launches = []
 
+    class Refuses(EagerDecoder):
+        def launch(self, *given: Any) -> Any:
+            launches.append(given)
+            if len(launches) == after + 1:
+                raise NotCaptured("it has sinks")
+            return super().launch(*given)
+
+    capture_on_a_cpu(monkeypatch)
+    monkeypatch.setattr(local, "GraphDecoder", Refuses)
     engine = engine_of(model)
-    monkeypatch.setattr(engine, "_capture", True)
-    monkeypatch.setattr(engine, "_decoder", Refuses)
     with pytest.warns(RuntimeWarning, match="without CUDA graphs.*it has sinks") as warned:
         found = await sample(engine, groups())
     assert len(warned) == 1
@@ -512,7 +591,7 @@ async def test_new_weights_are_served_after_an_update(tiny_model: Make, pack: bo
     assert {v for r in after for v in r.versions} == {7}
 
 
-async def test_a_token_has_the_version_that_sampled_it(tiny_model: Make) -> None:
+async def test_a_token_has_the_version_that_sampled_it(tiny_model: Make, steps: str) -> None:
     engine = engine_of(tiny_model(), eos_ids=(), max_sequences=2)
     task = asyncio.create_task(sample(engine, [request(stream=(n,), new=10) for n in range(3)]))
     await sampled_tokens(engine, 8)
@@ -521,7 +600,8 @@ async def test_a_token_has_the_version_that_sampled_it(tiny_model: Make) -> None
     for result in results:
         assert result.versions == sorted(result.versions)
     assert [sorted(set(r.versions)) for r in results] == [[0, 3], [0, 3], [3]]
-    assert sum(v == 0 for r in results for v in r.versions) == 8
+    # A captured step of two rows was launched before the update.
+    assert sum(v == 0 for r in results for v in r.versions) == {"plain": 8, "captured": 10}[steps]
 
 
 async def test_a_prompt_computed_with_old_weights_is_not_lent_to_new_samples(tiny_model: Make) -> None:

@@ -2,6 +2,7 @@
 
 A step of a small model is some thousand kernels of a few microseconds each, which Python cannot start as fast as a GPU
 computes them. A graph is captured for a number of rows the first time that it is needed; fewer rows are filled up.
+A step can be launched before anybody has looked at what the one before it drew: the GPU need not wait for Python.
 """
 
 from __future__ import annotations
@@ -28,8 +29,29 @@ class NotCaptured(Exception):
     """A model's decoding step cannot be a graph: it asks the GPU for something on the way, or for other attention."""
 
 
+class Drawn:
+    """What a step draws, on its way from the GPU."""
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+        self._held = tuple(
+            torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
+            for x in (tokens, logprobs)
+        )
+        self._copied: Any = None
+        if tokens.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, their log-probabilities) [n] each, as soon as the GPU has them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, logprobs = self._held
+        return tokens.numpy(), logprobs.numpy()
+
+
 class GraphDecoder:
-    """Decodes with graphs over one cache; see `step`.
+    """Decodes with graphs over one cache; see `launch`.
 
     Args:
         draw: (tokens, log-probabilities) [n] each, from hidden states [n, H], temperatures [n] and the `u` [n] of
@@ -46,7 +68,7 @@ class GraphDecoder:
         *,
         compiled: bool,
     ) -> None:
-        self._model, self._cache, self._draw = model, cache, draw
+        self._model, self._cache, self._draw, self._device = model, cache, draw, device
         self._blocks: Any = None
         if compiled:
             self._blocks = ChangedBlocks(model, compiled=True, recompute=False)
@@ -55,6 +77,8 @@ class GraphDecoder:
         self._temperatures = torch.ones(rows, dtype=torch.float32, device=device)
         self._u = torch.zeros(rows, dtype=torch.float64, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        # What the graph that was launched last draws.
+        self._newest: Tensor | None = None
         self._capacity = cache.capacity
         self._pool: Any = None
 
@@ -62,14 +86,21 @@ class GraphDecoder:
         """Whether the cache is where it was when graphs were captured."""
         return self._capacity == self._cache.capacity
 
-    def step(
-        self, tokens: np.ndarray, lengths: np.ndarray, temperatures: np.ndarray, u: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The next token of each of the first n rows of the cache and its log-probability.
+    def launch(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        temperatures: np.ndarray,
+        u: np.ndarray,
+        sources: np.ndarray | None = None,
+    ) -> Drawn:
+        """Begin to draw the next token of each of the first n rows of the cache.
 
         Args:
             tokens: int64 [n], the newest, which the cache does not hold yet. lengths: int64 [n], tokens it holds.
             temperatures: float32 [n]. u: float64 [n], see `draw`.
+            sources: int64 [n], the row that had a row's newest token in the step that was launched before this one;
+                -1 where it is that of `tokens`. None: all of them are.
 
         Raises:
             NotCaptured: the step is to be computed in another way; the cache is as it was, but for places behind the
@@ -77,7 +108,12 @@ class GraphDecoder:
         """
         count = len(tokens)
         for held, given in zip(self._inputs, (tokens, lengths, temperatures, u), strict=True):
-            held[:count].copy_(torch.from_numpy(given).pin_memory(), non_blocking=True)
+            held[:count].copy_(self._staged(given), non_blocking=True)
+        if sources is not None:
+            assert self._newest is not None
+            at, own = self._staged(sources).to(self._device, non_blocking=True), self._tokens[:count]
+            # -1 reads some token, which is not used.
+            own.copy_(torch.where(at < 0, own, self._newest[at]))
         size = self._size(count)
         # Rows that only fill up compute a first token of theirs again and again.
         self._lengths[count:size].zero_()
@@ -88,7 +124,13 @@ class GraphDecoder:
                 raise NotCaptured(f"{type(error).__name__}: {error}") from error
         graph, drawn, logprobs = self._graphs[size]
         graph.replay()
-        return drawn[:count].cpu().numpy(), logprobs[:count].cpu().numpy()
+        self._newest = drawn
+        return Drawn(drawn[:count], logprobs[:count])
+
+    def _staged(self, given: np.ndarray) -> Tensor:
+        """Where a GPU can fetch it while others work; what is given may change from now on."""
+        here = torch.from_numpy(given)
+        return here.pin_memory() if self._device.type == "cuda" else here.clone()
 
     @property
     def _inputs(self) -> tuple[Tensor, ...]:
@@ -170,4 +212,4 @@ def capturable(device: torch.device) -> bool:
     return device.type == "cuda" and bool(has_triton())
 
 
-__all__ = ["GraphDecoder", "NotCaptured", "capturable"]
+__all__ = ["Drawn", "GraphDecoder", "NotCaptured", "capturable"]

@@ -30,7 +30,7 @@ from strop.rollout.engines.derived import Derived
 from strop.rollout.engines.graphs import GraphDecoder, NotCaptured, capturable
 from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
 from strop.rollout.engines.stopping import stop_tail
-from strop.rollout.engines.under_way import Draws, UnderWay, context_of
+from strop.rollout.engines.under_way import Draws, Launched, UnderWay, context_of
 from strop.rollout.sampling import draw, stream_key, uniforms
 
 # While new weights are half copied.
@@ -87,6 +87,8 @@ class LocalEngine:
         self._version = 0
         self._waiting: deque[UnderWay] = deque()
         self._running: list[UnderWay] = []
+        # Begun before the tokens of the step before it were looked at; nothing but sequences of its rows depends on it.
+        self._launched: Launched | None = None
         self._draws = Draws(max_sequences)
         self._loop: asyncio.Task[None] | None = None
         self._gate = asyncio.Event()
@@ -193,6 +195,7 @@ class LocalEngine:
             self._finish(sequence, "aborted")
         self._running.clear()
         self._waiting.clear()
+        self._forget_launched()
 
     async def sleep(self) -> None:
         """Give the cache and the packed weights back; running requests keep what they have and are prefilled again."""
@@ -206,6 +209,13 @@ class LocalEngine:
             sequence.first_hidden = None
         self._waiting.extendleft(reversed(self._running))
         self._running.clear()
+        self._forget_launched()
+
+    def _forget_launched(self) -> None:
+        """What a launched step draws is not wanted; its graph can be given back when the GPU is done with it."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            launched.drawn.wait()
 
     async def wake(self) -> None:
         """Nothing to do: memory is taken again when it is needed."""
@@ -246,6 +256,7 @@ class LocalEngine:
                     sequence.future.set_exception(failure)
             self._running.clear()
             self._waiting.clear()
+            self._launched = None
 
     def _step(self) -> None:
         self._drop_cancelled()
@@ -278,6 +289,7 @@ class LocalEngine:
         by_prompt: dict[tuple[int, ...], list[int]] = {}
         for row, sequence in enumerate(entering, start=first):
             by_prompt.setdefault(context_of(sequence), []).append(row)
+            sequence.row = row
             self._draws.enter(row, sequence)
         held = {
             s.request.tokens: row
@@ -315,23 +327,45 @@ class LocalEngine:
 
     def _decode(self) -> None:
         assert self._cache is not None
-        count = len(self._running)
-        if self._capture and (found := self._captured_step(count)) is not None:
-            self._cache.lengths[:count] += 1
-            self._accept(0, *found)
+        if self._capture:
+            self._decode_ahead()
             return
+        count = len(self._running)
         plan = Decode(self._cache, count, self._device)
         hidden = self._hidden(self._draws.last[:count], self._cache.lengths[:count].copy(), plan)
         self._cache.lengths[:count] += 1
         self._take(0, hidden)
 
-    def _captured_step(self, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """(tokens, log-probabilities) of the running rows; None where the model cannot be captured."""
+    def _decode_ahead(self) -> None:
+        """Launch a captured step and look at what the one before it drew, while the GPU computes this one.
+
+        What ends with a token of the step before has been computed once more by then: one row of a step is lost.
+        """
         assert self._cache is not None
-        draws, lengths = self._draws, self._cache.lengths[:count]
-        u = uniforms(draws.keys[:count], draws.positions[:count])
+        self._cache.reserve(int(self._cache.lengths[: len(self._running)].max()) + 1)
+        before = self._launched
+        if before is not None and self._graphs.fits() and self._goes_on(before):
+            self._launched = self._launch(before)
+        elif before is None:
+            self._launched = self._launch(None)
+        else:
+            self._launched = None
+        if before is not None:
+            self._accept(before.sequences, *before.drawn.wait(), before.version)
+
+    def _goes_on(self, before: Launched) -> bool:
+        """Whether any running sequence has tokens left to draw after those of a step."""
+        coming = {id(sequence) for sequence in before.sequences}
+        return any(len(s.tokens) + (id(s) in coming) < s.request.settings.max_new_tokens for s in self._running)
+
+    def _launch(self, before: Launched | None) -> Launched | None:
+        """A captured step of the running rows, begun; None where the model cannot be captured."""
+        assert self._cache is not None
+        count, draws, lengths = len(self._running), self._draws, self._cache.lengths
+        given = (draws.last, lengths, draws.temperatures, uniforms(draws.keys[:count], draws.positions[:count]))
+        sources = None if before is None else before.sources(self._running)
         try:
-            return self._decoder().step(draws.last[:count], lengths, draws.temperatures[:count], u)
+            drawn = self._decoder().launch(*(x[:count] for x in given), sources)
         except NotCaptured as why:
             self._capture, self._graphs = False, None
             warnings.warn(
@@ -341,11 +375,13 @@ class LocalEngine:
                 stacklevel=2,
             )
             return None
+        lengths[:count] += 1
+        draws.positions[:count] += 1
+        return Launched(list(self._running), self._version, drawn)
 
     def _decoder(self) -> GraphDecoder:
         """That of the cache as it is now."""
         assert self._cache is not None
-        self._cache.reserve(int(self._cache.lengths[: len(self._running)].max()) + 1)
         if self._graphs is None or not self._graphs.fits():
             self._graphs = None
             self._graphs = GraphDecoder(
@@ -362,8 +398,9 @@ class LocalEngine:
         rows = slice(first, len(self._running))
         draws, device = self._draws, self._device
         u = torch.from_numpy(uniforms(draws.keys[rows], draws.positions[rows])).to(device)
+        draws.positions[rows] += 1
         tokens, logprobs = self._drawn(hidden, torch.from_numpy(draws.temperatures[rows]).to(device), u)
-        self._accept(first, tokens.cpu().numpy(), logprobs.cpu().numpy())
+        self._accept(self._running[rows], tokens.cpu().numpy(), logprobs.cpu().numpy(), self._version)
 
     def _drawn(self, hidden: Tensor, temperatures: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, their log-probabilities) [n] each."""
@@ -380,25 +417,25 @@ class LocalEngine:
 
         return draw(self._derived.logits(hidden, self._version, widened=False), temperatures, u)
 
-    def _accept(self, first: int, drawn: np.ndarray, logprobs: np.ndarray) -> None:
-        """Give each row from `first` on its token and let finished sequences go."""
-        rows = slice(first, len(self._running))
-        draws = self._draws
-        draws.last[rows] = drawn
-        draws.positions[rows] += 1
-        for sequence, token, logprob in zip(self._running[rows], drawn.tolist(), logprobs.tolist(), strict=True):
+    def _accept(self, sequences: Sequence[UnderWay], drawn: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Give sequences their tokens [n] of a version, and let those go that are finished now."""
+        last, finished = self._draws.last, []
+        for sequence, token, logprob in zip(sequences, drawn.tolist(), logprobs.tolist(), strict=True):
+            if sequence.future.done():
+                continue
+            last[sequence.row] = token
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            sequence.versions.append(self._version)
+            sequence.versions.append(version)
+            self._stats.sampled_tokens += 1
             if sequence.told is not None:
                 sequence.told(token)
-        self._stats.sampled_tokens += len(drawn)
-        # From the last row down, so that the row moved into a gap has been looked at.
-        for row in reversed(range(first, len(self._running))):
-            finish = self._running[row].finished(self._eos, self._tokenizer)
-            if finish is not None:
-                self._finish(self._running[row], finish)
-                self._release(row)
+            if (finish := sequence.finished(self._eos, self._tokenizer)) is not None:
+                self._finish(sequence, finish)
+                finished.append(sequence)
+        # From the last row down, so that the row moved into a gap stays.
+        for sequence in sorted(finished, key=lambda sequence: -sequence.row):
+            self._release(sequence.row)
 
     def _finish(self, sequence: UnderWay, finish: FinishReason) -> None:
         if not sequence.future.done():
@@ -410,6 +447,7 @@ class LocalEngine:
         last = len(self._running) - 1
         if row != last:
             self._running[row] = self._running[last]
+            self._running[row].row = row
             self._cache.copy(last, row, int(self._cache.lengths[last]))
             self._draws.move(last, row)
         self._running.pop()

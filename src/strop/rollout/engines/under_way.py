@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from strop.rollout.engine import FinishReason, SampleRequest, SampleResult
+from strop.rollout.engines.graphs import Drawn
 from strop.rollout.engines.stopping import ends_with_stop
 
 
@@ -27,6 +28,8 @@ class UnderWay:
     # Hidden state [H] after the prompt, and the version it was computed with; lent to siblings of the same version.
     first_hidden: tuple[int, Tensor] | None = None
     stop_tail: int = 0
+    # Of the cache; only while it is running.
+    row: int = -1
     # Called with each token as it is drawn.
     told: Callable[[int], None] | None = None
 
@@ -41,6 +44,26 @@ class UnderWay:
         if self.stop_tail and ends_with_stop(tokenizer, self.tokens[-self.stop_tail :], settings.stop):
             return "stop"
         return "length" if len(self.tokens) >= settings.max_new_tokens else None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A decoding step that a GPU computes while nobody waits for it yet.
+
+    sequences: of its rows; those whose future is done by then get nothing of it. version: of the weights it reads.
+    """
+
+    sequences: list[UnderWay]
+    version: int
+    drawn: Drawn
+
+    def sources(self, running: Sequence[UnderWay]) -> np.ndarray:
+        """int64 [n]: the row of this step that draws each one's newest token; -1 where the token is known."""
+        found = np.full(len(running), -1, dtype=np.int64)
+        for row, sequence in enumerate(self.sequences):
+            if not sequence.future.done():
+                found[sequence.row] = row
+        return found
 
 
 class Draws:
@@ -71,4 +94,4 @@ def context_of(sequence: UnderWay) -> tuple[int, ...]:
     return (*sequence.request.tokens, *sequence.tokens)
 
 
-__all__ = ["Draws", "UnderWay", "context_of"]
+__all__ = ["Draws", "Launched", "UnderWay", "context_of"]
