@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sequences", type=int, default=256, help="decoded together")
     parser.add_argument("--prompt-tokens", type=int, default=352, help="what the cache holds at the first step")
     parser.add_argument("--new-tokens", type=int, default=65, help="the first of them is no step")
+    parser.add_argument("--prefill-tokens", type=int, default=4096, help="of prompts, in one pass")
     options = parser.parse_args(argv)
     measure.use_threads(options.threads)
     job = make_job(options)
@@ -64,6 +65,7 @@ def make_job(options: argparse.Namespace) -> Job:
         "dtype": "bfloat16",
     }
     sizes |= {"prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens}
+    sizes["prefill_tokens"] = options.prefill_tokens
     if options.smoke:
         sizes |= {"shape": "tiny", "sizes": [6], "device": "cpu", "dtype": "float32"}
         sizes |= {"prompt_tokens": 7, "new_tokens": 9}

@@ -14,7 +14,7 @@ Prompts = list[list[int]]
 @dataclass(frozen=True)
 class Job:
     """What all engines do. sizes: sequences sampled together. runs: of each size, beside the one that is not counted.
-    memory: share of the GPU's memory that vLLM gets."""
+    memory: share of the GPU's memory that vLLM gets. prefill_tokens: of prompts, in one pass of strop's engines."""
 
     shape: str
     device: str
@@ -25,6 +25,7 @@ class Job:
     runs: int
     threads: int
     memory: float
+    prefill_tokens: int = 4096
 
     @property
     def context(self) -> int:
@@ -92,6 +93,7 @@ def local(loaded: Any, job: Job, *, compiled: bool = False) -> Driven:
             seed=0,
             context=job.context,
             max_sequences=max(job.sizes),
+            prefill_tokens=job.prefill_tokens,
             compiled=compiled,
         ),
         job,
@@ -114,7 +116,7 @@ def vllm(loaded: Any, job: Job) -> Driven:
         dtype=model.dtype,
         context=job.context,
         max_sequences=max(job.sizes),
-        prefill_tokens=4096,
+        prefill_tokens=job.prefill_tokens,
         memory=job.memory,
         eager=job.device == "cpu",
         prefix_caching=True,
