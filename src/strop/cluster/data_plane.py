@@ -68,7 +68,7 @@ def _pickler() -> Any:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, _tensor_class()):
                 return _tensor, (_array(obj), str(obj.dtype).removeprefix("torch."))
-            return super().reducer_override(obj)  # type: ignore[no-untyped-call]
+            return super().reducer_override(obj)
 
     return TensorPickler
 
@@ -87,10 +87,10 @@ def _array(tensor: Any) -> np.ndarray:
     # A parameter or another subclass arrives as what it holds.
     plain = plain.as_subclass(torch.Tensor)
     try:
-        return plain.numpy()  # type: ignore[no-any-return]
+        return plain.numpy()
     except TypeError:
         as_integers = {1: torch.uint8, 2: torch.int16}[plain.element_size()]
-        return plain.view(as_integers).numpy()  # type: ignore[no-any-return]
+        return plain.view(as_integers).numpy()
 
 
 def _tensor(array: np.ndarray, dtype: str) -> Any:

@@ -243,7 +243,7 @@ def end(handle: WorkerHandle) -> None:
 
 def kill_process(pid: int, started: float) -> None:
     """SIGKILL, unless the number belongs to a later process by now. started: seconds since the epoch."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     try:
         if psutil.Process(pid).create_time() <= started + 1.0:

@@ -218,7 +218,7 @@ def _leave_with(driver: tuple[str, int]) -> None:
     """
     import threading
 
-    import psutil  # type: ignore[import-untyped]
+    import psutil
     import ray
 
     node, pid = driver

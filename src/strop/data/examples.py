@@ -118,6 +118,7 @@ class ExampleDataset:
         """
         row, where = self.source[i], self.source.location(i)
         method = self._settings.method
+        examples: tuple[Example, ...]
         worth: tuple[float, ...] = (0.0,)
         if method in TEXT_METHODS:
             examples = (self._taught(i, row, where),)

@@ -6,9 +6,9 @@ Nothing is guessed and nothing is filled in: a row that does not fit is refused 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -188,7 +188,11 @@ def judged_of(row: Mapping[str, Any]) -> tuple[bool | None, dict[str, float], st
     """(correct, components, detail) as `strop rollout` wrote them; a column of another form is somebody else's."""
     correct, components, detail = row.get("correct"), row.get("components"), row.get("detail")
     # Parquet gives a map as a list of pairs.
-    pairs = components.items() if isinstance(components, Mapping) else components if _are_pairs(components) else ()
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(components, Mapping):
+        pairs = components.items()
+    elif _are_pairs(components):
+        pairs = components
     scores = {str(name): float(score) for name, score in pairs if _is_number(score)}
     return correct if isinstance(correct, bool) else None, scores, detail if isinstance(detail, str) else ""
 
@@ -222,11 +226,11 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float | np.integer | np.floating)
 
 
-def _are_pairs(value: Any) -> bool:
+def _are_pairs(value: Any) -> TypeGuard[Sequence[tuple[Any, Any]]]:
     return isinstance(value, Sequence) and all(isinstance(item, tuple) and len(item) == 2 for item in value)
 
 

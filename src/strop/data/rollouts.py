@@ -230,8 +230,9 @@ class RolloutDataset:
             counts["alone"] += len(completions) == 1
             counts["greedy"] += group.baseline is not None
             counts["remade"] += 0 if self.has_ids else len(completions)
-            texts = [*([] if self.has_prompt_ids else [group.prompt]), *([] if self.has_ids else completions)]
-            if unknown_token is not None and any(unknown_token in one.tokens for one in texts):
+            texts: list[Sequence[int] | np.ndarray] = [] if self.has_prompt_ids else [group.prompt.tokens]
+            texts += [] if self.has_ids else [one.tokens for one in completions]
+            if unknown_token is not None and any(unknown_token in tokens for tokens in texts):
                 counts["unknown"] += 1
                 unknown_at = unknown_at or self.groups.location(i)
         if problem is not None and counts["overlong"] == first:

@@ -177,7 +177,7 @@ class PythonFactory(EnvironmentFactory):
                 _check_call(self._class, method, settings.factory, f"{where}.factory")
 
     def make(self) -> Environment:
-        return self._class(**self._arguments)  # type: ignore[no-any-return]
+        return self._class(**self._arguments)
 
 
 def _check_call(made: type, method: str, name: str, where: str) -> None:
@@ -208,7 +208,7 @@ def _roles(factory: Any, name: str, where: str) -> Sequence[str]:
     Raises:
         UserError: it does not name at least two.
     """
-    found = getattr(factory, "roles", None)
+    found: Any = getattr(factory, "roles", None)
     fits = isinstance(found, (list, tuple)) and all(isinstance(role, str) for role in found)
     if not fits or len(set(found)) < 2 or len(set(found)) < len(found):
         raise UserError(

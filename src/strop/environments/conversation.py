@@ -116,8 +116,7 @@ class Conversation:
             DataError: the chat template refuses the messages.
         """
         if not self._chat:
-            text = "".join(str(message["content"]) for message in messages)
-            found = self._behind(text)
+            found = self._behind("".join(str(message["content"]) for message in messages))
         else:
             text = self._after(messages)
             rewritten = self._rewritten(messages, text)

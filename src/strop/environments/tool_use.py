@@ -86,7 +86,8 @@ def make_style(settings: ToolEnvironment, tools: Sequence[Tool], template: str |
         return Tags([tool.name for tool in tools], settings.result, settings.opening, settings.closing)
     # Without any template contents are joined as they are, whosever they are.
     told = template is None or knows_tools(template)
-    return {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}[name](told=told)
+    styles: dict[str, type[Hermes | Llama3 | Mistral]] = {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}
+    return styles[name](told=told)
 
 
 def knows_tools(template: str | None) -> bool:

@@ -21,7 +21,7 @@ ID = "strop_chat"
 """What configurations call it."""
 
 
-class ChatHarnessConfig(vf.HarnessConfig):
+class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
     """It has no settings of its own."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +15,7 @@ from strop.config import Config
 from strop.config.training import OptimizerSettings
 from strop.data.curriculum import Curriculum
 from strop.data.order import Cursor
-from strop.data.prompts import PromptStream
+from strop.data.prompts import PromptDataset, PromptStream
 from strop.data.rollouts import RolloutDataset
 from strop.loops.algorithm import demands_of
 from strop.loops.engine_choices import check_adapters, check_heads, engine_memory, share_beside_trainer
@@ -39,7 +39,7 @@ from strop.rollout.engines.vllm import VllmEngine
 from strop.rollout.engines.vllm_core import VllmCore
 from strop.rollout.engines.vllm_start import VllmSettings
 from strop.rollout.player import Player
-from strop.rollout.recorded import RecordedCollector
+from strop.rollout.recorded import GroupLike, RecordedCollector
 from strop.rollout.window_order import make_order
 from strop.rollout.world import World
 from strop.tracking.atomic import replacing
@@ -96,14 +96,28 @@ class Roles:
 
 
 class Chosen(Protocol):
-    """What of a prepared recipe the parts are made from; `Prepared` has it, and so does every process of a run."""
+    """What of a prepared recipe a model and an engine are made from; every process of a run has it."""
 
-    config: Config
-    hardware: Hardware
-    longest: int
+    @property
+    def config(self) -> Config: ...
+    @property
+    def hardware(self) -> Hardware: ...
+    @property
+    def longest(self) -> int: ...
+
+
+class Trained(Chosen, Protocol):
+    """What of it a trainer is made from, beside that."""
 
     @property
     def needs_reference(self) -> bool: ...
+
+
+class Sampled(Chosen, Protocol):
+    """What of it prompts come from, beside that."""
+
+    @property
+    def train(self) -> PromptDataset | RolloutDataset: ...
 
 
 def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
@@ -138,7 +152,7 @@ def load_roles(prepared: Chosen, *, scalar: bool = False) -> Roles:
 
 
 def make_trainer(
-    prepared: Chosen,
+    prepared: Trained,
     roles: Roles,
     optimizer: OptimizerSettings,
     *,
@@ -257,10 +271,10 @@ def make_publisher(roles: Roles, engine: Engine) -> SharedPublisher:
     return SharedPublisher(engine, make_probe(roles.vocabulary, roles.dtype))
 
 
-def make_stream(prepared: Prepared) -> PromptStream:
+def make_stream(prepared: Sampled) -> PromptStream:
     """Training prompts, or groups of completions, in the order of the run's seed."""
-    config, train = prepared.config, prepared.train
-    source: Any = train.groups if isinstance(train, RolloutDataset) else train.source
+    config, train = prepared.config, cast(Any, prepared.train)
+    source = train.groups if isinstance(train, RolloutDataset) else train.source
     cursor = Cursor(source, seed=config.run.seed, shuffle=config.data.shuffle)
     settings, curriculum = config.data.curriculum, None
     if settings is not None:
@@ -284,7 +298,7 @@ def make_collector(
     admission = Admission(size, rollout.ahead, last=prepared.config.run.steps * size)
     if offline is not None:
         return RecordedCollector(
-            lambda count: [stream.next()[0] for _ in range(count)],
+            lambda count: [cast(GroupLike, stream.next()[0]) for _ in range(count)],
             prepared.scorer if offline.rewards == "verify" else None,
             # A warm-up has changed the weights, so no completion is their own.
             fingerprint=roles.loaded.fingerprint if prepared.config.warmup is None else "none",

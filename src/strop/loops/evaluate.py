@@ -156,10 +156,12 @@ def evaluate_model(config: Config, *, model: str | None = None, prompts: int | N
 def _evaluate(prepared: Prepared, prompts: int | None) -> Scores:
     from strop.loops import assembly
 
-    config = prepared.config
-    assert prepared.held_out is not None
-    assert prepared.scorer is not None
-    prepared.scorer.load()
+    config, held_out, scorer = prepared.config, prepared.held_out, prepared.scorer
+    assert held_out is not None
+    assert scorer is not None
+    assert config.rewards is not None
+    rewards = config.rewards
+    scorer.load()
     roles = assembly.load_roles(prepared)
     engine = assembly.make_engine(prepared, roles)
 
@@ -169,18 +171,18 @@ def _evaluate(prepared: Prepared, prompts: int | None) -> Scores:
                 await prepared.world.factory.open()
             scores, episodes = await evaluate(
                 assembly.make_player(prepared.world, roles, engine),
-                prepared.scorer,
-                prepared.held_out,
+                scorer,
+                held_out,
                 evaluation_settings(config),
                 prompts=prompts or config.evaluation.prompts,
                 samples=config.evaluation.samples,
             )
-            check_errors([reward_of(e) for e in episodes], first_step=True, settings=config.rewards)
+            check_errors([reward_of(e) for e in episodes], first_step=True, settings=rewards)
         finally:
             await engine.close()
             if prepared.world is not None:
                 await prepared.world.factory.close()
-            await prepared.scorer.close()
+            await scorer.close()
         return scores
 
     return run_to_end(work)

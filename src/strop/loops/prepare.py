@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from strop.config import Config
 from strop.config.rewards import RewardSettings
@@ -155,7 +155,7 @@ def _prepare(config: Config, sandbox: SharedSandbox) -> Prepared:
     check_consistent(config, facts, algorithm, hardware.device.type)
     longest = _longest_sequence(config, facts.context, expected)
     _check_others(config, facts, shown, longest)
-    about = "" if seen is None else described(config, train, seen)
+    about = "" if seen is None else described(config, cast("RolloutDataset", train), seen)
     return Prepared(
         config,
         hardware,

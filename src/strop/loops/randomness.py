@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -41,5 +41,5 @@ def settle(prepared: Any) -> None:
     deterministic = prepared.hardware.device.type == "cpu" if asked == "auto" else asked
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     # With deterministic algorithms torch also fills each new tensor, to show reads of memory that nobody wrote.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
     set_seed(prepared.config.run.seed)

@@ -119,10 +119,10 @@ class RankHost:
         )
 
     def logprobs(self, batch: TokenBatch, role: str) -> Tensor:
-        return self.trainer.logprobs(batch, role=role)  # type: ignore[no-any-return]
+        return self.trainer.logprobs(batch, role=role)
 
     def logprobs_and_values(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        return self.trainer.logprobs_and_values(batch)  # type: ignore[no-any-return]
+        return self.trainer.logprobs_and_values(batch)
 
     def update(self, batch: TokenBatch, objective: Any) -> tuple[dict[str, float], Tensor, Tensor | None]:
         """(metrics, `batch.extra["logprobs"]`, `batch.old_logprobs`) after an update."""
@@ -130,16 +130,16 @@ class RankHost:
         return stats, batch.extra["logprobs"], batch.old_logprobs
 
     def evaluate(self, batch: TokenBatch, objective: Any) -> dict[str, float]:
-        return self.trainer.evaluate(batch, objective)  # type: ignore[no-any-return]
+        return self.trainer.evaluate(batch, objective)
 
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return self.trainer.score(token_lists)  # type: ignore[no-any-return]
+        return self.trainer.score(token_lists)
 
     def save(self, folder: Path) -> dict[str, Any]:
         state = self.trainer.save(folder)
         path = folder / f"random-{self.rank}-of-{self._ranks.world}.json"
         path.write_text(json.dumps(random_state()), encoding="utf-8")
-        return state  # type: ignore[no-any-return]
+        return state
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
         self.trainer.load(folder, state)
@@ -158,7 +158,7 @@ class RankHost:
             path = folder / f"random-{self.rank}-of-{self._ranks.world}.json"
             path.write_text(random, encoding="utf-8")
             sync_file(path)
-            return held.save(folder)  # type: ignore[no-any-return]
+            return held.save(folder)
 
         self._held = {"model": held.export, "state": save}
 
@@ -172,10 +172,10 @@ class RankHost:
 
     def offload(self) -> int:
         """Bytes of this rank's trainer and critic."""
-        return self.trainer.offload() + (0 if self.critic is None else self.critic.offload())  # type: ignore[no-any-return]
+        return self.trainer.offload() + (0 if self.critic is None else self.critic.offload())
 
     def reload(self) -> int:
-        return self.trainer.reload() + (0 if self.critic is None else self.critic.reload())  # type: ignore[no-any-return]
+        return self.trainer.reload() + (0 if self.critic is None else self.critic.reload())
 
     def close_trainer(self) -> None:
         self.trainer.close()

@@ -119,13 +119,13 @@ class _TrainerSide:
         self._group = group
 
     async def offer(self, version: int, *, takers: int, whole: bool = False) -> Offer:
-        return await self._group.call("side.offer", version, takers=takers, whole=whole)  # type: ignore[no-any-return]
+        return await self._group.call("side.offer", version, takers=takers, whole=whole)
 
     async def deliver(self) -> Delivered:
-        return await self._group.call("side.deliver")  # type: ignore[no-any-return]
+        return await self._group.call("side.deliver")
 
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return await self._group.call("side.score", token_lists)  # type: ignore[no-any-return]
+        return await self._group.call("side.score", token_lists)
 
 
 class _EngineSide:
@@ -141,10 +141,10 @@ class _EngineSide:
         await self._worker.call("side.take", offer)
 
     async def verify(self, manifest: Manifest) -> list[Fault]:
-        return await self._worker.call("side.verify", manifest)  # type: ignore[no-any-return]
+        return await self._worker.call("side.verify", manifest)
 
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        return await self._worker.call("side.score", token_lists)  # type: ignore[no-any-return]
+        return await self._worker.call("side.score", token_lists)
 
     async def commit(self, version: int) -> None:
         await self._worker.call("side.commit", version)

@@ -17,8 +17,9 @@ from strop.data.fingerprints import file_fingerprint
 from strop.data.prompts import OverlongPrompt
 from strop.data.targets import TargetsFile, example_fingerprint, tokenizer_fingerprint
 from strop.errors import DataError, UserError
+from strop.models.find import resolve_model
 from strop.models.folder import fingerprint_folder
-from strop.models.load import ModelFacts, resolve_model
+from strop.models.load import ModelFacts
 from strop.paths import user_path
 
 if TYPE_CHECKING:

@@ -113,6 +113,6 @@ class Turns:
 
 def _free() -> int | None:
     """Bytes of this process's GPU that new tensors could have; None where it has not used one."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return None
     return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())

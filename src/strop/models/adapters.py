@@ -10,6 +10,11 @@ from torch import Tensor, nn
 _FACTORS = ("lora_A", "lora_B", "lora_E")
 
 
+def without_adapters(model: Any) -> Any:
+    """The model that adapters were put into; one without adapters as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def adapter_delta(layer: Any, adapter: str, weight: Tensor) -> Tensor:
     """What one adapter adds to a weight, float32, in the shape and on the device of the weight.
 

@@ -7,6 +7,7 @@ go one by one through cuDNN's kernel, which is 1.7 times as fast on an H200 and 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -150,7 +151,8 @@ class _Long:
         if self._fill:
             # Behind everything, where a causal query never looks.
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, self._fill)) for x in (q, k, v))
-        found = _causal(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), scaling).squeeze(0).transpose(0, 1)
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        found = _causal(q, k, v, scaling).squeeze(0).transpose(0, 1)
         if found.shape[0] == self._length:
             return found
         return found[count - self._length : count]
@@ -164,16 +166,16 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
     ops = torch.ops.aten
     if kept.again:
-        return _Kept.apply(q, k, v, _causal_gradients(scaling), kept.take())  # type: ignore[no-any-return]
+        return _Kept.apply(q, k, v, _causal_gradients(scaling), kept.take())
     found = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scaling)
     kept.give(found)
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def _causal_gradients(scaling: float) -> Any:
     def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Sequence[Any]) -> tuple[Tensor, ...]:
         out, lse, cum_q, cum_k, most_q, most_k, seed, offset = found[:8]
-        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse, seed, offset, None, cum_q, cum_k, most_q, most_k, 0.0, True, scale=scaling
         )
 
@@ -184,8 +186,8 @@ def _varlen(
     q: Tensor, k: Tensor, v: Tensor, where: tuple[Tensor, Tensor, int, int], scaling: float, window: tuple[int, int]
 ) -> Tensor:
     """[T, heads, d] of ragged sequences, each query looking back from the last key."""
-    from torch.nn.attention import varlen
-
+    # Its types are those of one version of torch.
+    varlen: Any = importlib.import_module("torch.nn.attention.varlen")
     kept = kept_results()
     if kept is None and torch.are_deterministic_algorithms_enabled():
         # So that its gradient is computed below.
@@ -194,11 +196,11 @@ def _varlen(
         with torch.no_grad():
             kept.give(_ragged(q, k, v, where, scaling, window))
     if kept is None:
-        return varlen.varlen_attn(q, k, v, *where, scale=scaling, window_size=window, **_grouped())  # type: ignore[no-any-return]
+        return varlen.varlen_attn(q, k, v, *where, scale=scaling, window_size=window, **_grouped())
     if kept.again:
-        return _Kept.apply(q, k, v, _ragged_gradients(where, scaling, window), kept.take())  # type: ignore[no-any-return]
+        return _Kept.apply(q, k, v, _ragged_gradients(where, scaling, window), kept.take())
     kept.give(_ragged(q, k, v, where, scaling, window))
-    return kept.last()[0]  # type: ignore[no-any-return]
+    return kept.last()[0]
 
 
 def _ragged(
@@ -215,7 +217,7 @@ def _ragged_gradients(where: tuple[Tensor, Tensor, int, int], scaling: float, wi
     def gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Sequence[Any]) -> tuple[Tensor, ...]:
         out, lse, state, unused = found[:4]
         with _strictly_deterministic():
-            return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+            return torch.ops.aten._flash_attention_backward(
                 grad.contiguous(), q, k, v, out, lse, *where, 0.0, True, state, unused, scale=scaling,
                 window_size_left=left, window_size_right=right,
             )  # fmt: skip
@@ -243,7 +245,7 @@ class _Kept(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gradients: Any, found: Sequence[Any]) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.gradients, ctx.found = gradients, found
-        return found[0].view_as(found[0])  # type: ignore[no-any-return]
+        return found[0].view_as(found[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

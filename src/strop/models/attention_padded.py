@@ -130,7 +130,7 @@ class PaddedAttention:
             # Not slices, each of which would make a gradient of the whole row.
             parts = [x.split(self.lengths, 2) for x in (query, key, value)]
             for at in self.alone:
-                found = self._causal(*(part[at] for part in parts), scores)
+                found = self._causal(parts[0][at], parts[1][at], parts[2][at], scores)
                 pieces.append(found[0].transpose(0, 1).reshape(self.lengths[at], -1))
         out = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if not self._in_order:
@@ -140,14 +140,14 @@ class PaddedAttention:
     def _causal(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """One stream alone, [1, heads, L, d] each and the result."""
         length = query.shape[2]
-        windowed = scores.window is not None and scores.window < length
-        if scores.plain and not windowed:
+        window = None if scores.window is None or scores.window >= length else scores.window
+        if scores.plain and window is None:
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scores.scaling)
         at = torch.arange(length, device=query.device)
         distance = at[:, None] - at[None, :]
         mask = distance >= 0
-        if windowed:
-            mask = mask & (distance < scores.window)
+        if window is not None:
+            mask = mask & (distance < window)
         return scored_attention(query, key, value, mask[None, None], scores)
 
     def _padded(self, b: _Bucket, q: Tensor, k: Tensor, v: Tensor, heads: tuple[int, int], scores: Scores) -> Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 
 from strop.config.model import Recompute
 from strop.errors import ModelError, UserError
+from strop.models.adapters import without_adapters
 from strop.models.attention import compiled_around
 from strop.models.consistent_mode import is_consistent
 from strop.models.recompute import recomputed
@@ -29,7 +30,7 @@ VARIANTS = 64
 
 def blocks_of(model: Any) -> list[nn.Module]:
     """The decoder's blocks: modules of the classes that transformers says must stay whole."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
     return [module for module in base.modules() if type(module).__name__ in names]
 
@@ -56,7 +57,7 @@ class ChangedBlocks:
                 mend="set the key to false",
             )
         if compiled:
-            config: Any = torch._dynamo.config  # type: ignore[attr-defined]
+            config: Any = torch._dynamo.config
             config.recompile_limit = max(config.recompile_limit, VARIANTS)
             compiled_around()
         self.compiled = compiled
@@ -72,7 +73,7 @@ class ChangedBlocks:
             elif compiled:
                 block.compile(dynamic=True)
                 self._changed.append((block, "_compiled_call_impl", block._compiled_call_impl))
-                block._compiled_call_impl = None  # type: ignore[assignment]
+                block._compiled_call_impl = None
 
     @contextmanager
     def used(self) -> Iterator[None]:

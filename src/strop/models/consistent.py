@@ -55,7 +55,7 @@ class _Instead(torch.autograd.Function):
 
 def with_gradient_of(plain: Callable[..., Tensor], compute: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """compute(*given), with the gradient of plain(*given)."""
-    return _Instead.apply(compute, plain, *given)  # type: ignore[no-any-return]
+    return _Instead.apply(compute, plain, *given)
 
 
 def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same with a gradient."""
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

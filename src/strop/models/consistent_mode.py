@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import ModelError
+from strop.models.adapters import without_adapters
 from strop.models.consistent import linear, rms_norm, silu
 from strop.models.replaced import replaced
 
@@ -57,7 +58,7 @@ def make_consistent(model: nn.Module) -> None:
     """
     device = next(model.parameters()).device
     _check_device(device)
-    _check_model(getattr(model, "get_base_model", lambda: model)())
+    _check_model(without_adapters(model))
     _MODELS[model] = _Exchanged(model, device)
 
 

@@ -142,7 +142,7 @@ def download_from_hub(repository: str, folder: Path | None = None) -> Path:
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     answer = _ask_hub(repository)
     error = answer if isinstance(answer, Exception) else None

@@ -69,7 +69,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _turns(x, weight, bias):
             return _turned(torch.mm(weight, _columns(x)), x)
         if _fits(x, weight, bias):
-            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+            return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return nn.functional.linear(x, weight, bias)
 
 
@@ -85,7 +85,7 @@ def _adapted(lora: Any, added: Added, x: Tensor, *given: Any, **named: Any) -> T
         replaced_since = replaced_since or "forward" in vars(a) or "forward" in vars(b)
     if replaced_since:
         # Somebody wants to be asked.
-        return type(lora).forward(lora, x, *given, **named)  # type: ignore[no-any-return]
+        return type(lora).forward(lora, x, *given, **named)
     weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
     if _turns(x, weight, bias):
         columns = _columns(x)

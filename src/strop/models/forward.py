@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from strop.errors import ModelError
+from strop.models.adapters import without_adapters
 from strop.models.attention import PackedAttention, check_supported, running
 from strop.models.consistent_mode import is_consistent
 from strop.models.layout import PackedStreams, pack
@@ -21,8 +21,8 @@ from strop.models.topk_logprobs import linear_topk_logprobs
 
 def backbone(model: nn.Module) -> nn.Module:
     """The causal model less its output head: token ids to final hidden states."""
-    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return causal.get_decoder() if hasattr(causal, "get_decoder") else causal.base_model  # type: ignore[no-any-return]
+    causal = without_adapters(model)
+    return causal.get_decoder() if hasattr(causal, "get_decoder") else causal.base_model
 
 
 @dataclass
@@ -158,7 +158,7 @@ def packed_topk_logprobs(
 def packed_hidden(model: nn.Module, inputs: PackedInputs) -> Tensor:
     """[T, H]: the last hidden states of a packed row; call it inside `running(model, ...)`."""
     found = backbone(model)(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False)
-    return found.last_hidden_state[0]  # type: ignore[no-any-return]
+    return found.last_hidden_state[0]
 
 
 def score_streams(
@@ -183,7 +183,7 @@ def check_forward(model: nn.Module, *, vocabulary: int) -> None:
     Raises:
         ModelError: the model cannot be packed, or its log-probabilities differ.
     """
-    check_supported(getattr(model, "get_base_model", lambda: model)())
+    check_supported(without_adapters(model))
     device = next(model.parameters()).device
     streams = [np.arange(length, dtype=np.int64) * 7919 % vocabulary for length in (5, 9)]
     # One shared beginning, as the completions of a group have.

@@ -256,10 +256,10 @@ def _measure_rows(model: PeftModel) -> None:
 
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
-            weight: Any = layer.get_base_layer().weight
-            rows = weight.detach().float()
-            lengths = torch.linalg.norm(rows.T if getattr(layer, "fan_in_fan_out", False) else rows, dim=1)
-            for magnitudes in layer.lora_magnitude_vector.values():
+            lora: Any = layer
+            rows = lora.get_base_layer().weight.detach().float()
+            lengths = torch.linalg.norm(rows.T if getattr(lora, "fan_in_fan_out", False) else rows, dim=1)
+            for magnitudes in lora.lora_magnitude_vector.values():
                 magnitudes.weight.data.copy_(lengths)
 
 
@@ -300,7 +300,7 @@ def load_scalar_model(folder: Path, *, device: torch.device | str, dtype: torch.
     """
     check_model_folder(folder, scalar=True)
     model: Any = _read(folder, dtype, False, None, scalar=True)
-    return model.eval().to(device)  # type: ignore[no-any-return]
+    return model.eval().to(device)
 
 
 def _read(

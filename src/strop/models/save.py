@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strop.errors import RunFailure
+from strop.models.adapters import without_adapters
 from strop.models.global_state import quiet, silent
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: str | Pat
     from safetensors import SafetensorError
 
     target = Path(folder)
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = without_adapters(model)
     try:
         # A model with a scalar head generates nothing.
         generation = getattr(base, "generation_config", None)
@@ -57,7 +58,7 @@ def hold_model(
     """
     from safetensors import SafetensorError
 
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = without_adapters(model)
     live = {tensor.data_ptr() for tensor in model.state_dict().values()}
     # What adapters were merged into is a copy already.
     weights = {
@@ -135,7 +136,7 @@ def walk_merged(model: Any, *, device: str | None = None) -> Iterator[tuple[str,
 
 def walk_plain(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(Hugging Face name, weight as it is without its adapters), one by one; none is copied."""
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = without_adapters(model)
     for name, tensor in base.state_dict().items():
         if not any(part.startswith("lora_") or part == "ranknum" for part in name.split(".")):
             yield _unwrapped(name), tensor
@@ -183,8 +184,9 @@ def _empty(architecture: type[PreTrainedModel], config: PreTrainedConfig, weight
     config = copy.deepcopy(config)
     config._attn_implementation_internal = "eager"
     dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    make: Any = architecture
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        empty = architecture(config)
+        empty = make(config)
     return empty.to(dtype=dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import ModelError
+from strop.models.adapters import without_adapters
 from strop.models.global_state import quiet, seeded
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def with_scalar_head(causal: PreTrainedModel, *, pad_id: int | None = None) -> P
     model.score = score.to(device=parameter.device, dtype=parameter.dtype)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = pad_id
-    return model.train(causal.training)  # type: ignore[no-any-return]
+    return model.train(causal.training)
 
 
 def value_head(model: Any) -> nn.Linear:
@@ -68,7 +69,7 @@ def value_head(model: Any) -> nn.Linear:
 
 def packed_scores(model: nn.Module, hidden: Tensor) -> Tensor:
     """[N] float32: what the scalar head makes of hidden states [N, H]."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = without_adapters(model)
     head: nn.Linear = base.score
     scores: Tensor = nn.functional.linear(hidden, head.weight, head.bias)[:, 0]
     # A tensor of its own, for FSDP warns of views.

@@ -147,8 +147,8 @@ def choose_sizes(
         recompute = asked
     if budget == "auto":
         each = activation_bytes(text, item=item, recompute=recompute)
-        fits = int(hardware.memory * 0.25 / each)
-        budget = max(min(fits, most) // 256 * 256, 256)
+        fits = max(min(int(hardware.memory * 0.25 / each), most) // 256 * 256, 256)
+        budget = fits
         reasons.append(f"{budget} tokens in a micro-batch ({each / 1024:.0f} KiB of activations a token)")
     rows = config.rollout.engine.max_sequences
     if rows == "auto":
@@ -158,7 +158,8 @@ def choose_sizes(
         most_rows = 512 if hardware.device.type == "cuda" else 256
         # An engine on several GPUs has the memory of all of them; on a CPU its processes share the machine's.
         cards = config.rollout.engine.tensor if hardware.device.type == "cuda" else 1
-        rows = max(1, min(most_rows, int(hardware.memory * 0.25 * cards / cached)))
+        most_rows = max(1, min(most_rows, int(hardware.memory * 0.25 * cards / cached)))
+        rows = most_rows
         if config.supervised is None and (config.offline is None or config.data.eval is not None):
             reasons.append(f"{rows} sequences sampled together ({cached / (1 << 20):.1f} MiB of cache each at most)")
     sleeps, why = engine_sleeps(config, hardware, model, share=share, reference=reference)

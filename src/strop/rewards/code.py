@@ -56,7 +56,7 @@ class Code:
         that cannot be compared."""
         settings = self.settings
         columns = (settings.tests, settings.entry_point, settings.setup, settings.before)
-        return item.completion, *(id(item.row.get(column)) for column in columns)
+        return item.completion, *(None if column is None else id(item.row.get(column)) for column in columns)
 
     async def close(self) -> None:
         """Nothing is held: the sandbox belongs to whoever made it."""
@@ -107,8 +107,13 @@ class Code:
             return Job(
                 "check", tests.source, inputs=tests.inputs, limits=self.limits, stop_at_failure=early, partner=partner
             )
-        mode = "script" if tests.style == "stdin" else "call"
-        return Job(mode, program, inputs=tests.inputs, limits=self.limits, stop_at_failure=early)
+        return Job(
+            "script" if tests.style == "stdin" else "call",
+            program,
+            inputs=tests.inputs,
+            limits=self.limits,
+            stop_at_failure=early,
+        )
 
     def _reasons(self, tests: Suite, result: SandboxResult) -> list[str]:
         """For each test what is wrong with it, or nothing."""

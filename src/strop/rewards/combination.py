@@ -40,8 +40,10 @@ def combine(verdicts: Mapping[str, Verdict], settings: RewardSettings, row: Mapp
         settings: weights, gates, clips and `correct_at`.
         row: the data row, for `when`; a verifier that is not for it is left out.
     """
-    if len(verdicts) == 1 and (found := _score_alone(*verdicts.items(), settings, row or {})) is not None:
-        return found
+    if len(verdicts) == 1:
+        [alone] = verdicts.items()
+        if (found := _score_alone(alone, settings, row or {})) is not None:
+            return found
     verifiers = dict(zip(verdicts, settings.verifiers, strict=True))
     concerned = [name for name, verifier in verifiers.items() if is_for(verifier, row or {})]
     shut = shut_out(verdicts, settings, concerned)

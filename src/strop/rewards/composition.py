@@ -175,8 +175,8 @@ def _checked(verifier: Verifier | AsyncVerifier, verdicts: list[Verdict], expect
 def _sound(verdict: Verdict) -> Verdict:
     """A verdict that can be computed with and written down; an error where it cannot."""
     score = verdict.score
-    plain = score is not None and not verdict.detail and not verdict.components
-    if plain and verdict.status == "ok" and abs(score) <= LARGEST:
+    plain = not verdict.detail and not verdict.components
+    if plain and verdict.status == "ok" and score is not None and abs(score) <= LARGEST:
         return verdict
     components = {encodable(name): value for name, value in verdict.components.items()}
     if components or verdict.detail:

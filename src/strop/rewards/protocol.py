@@ -21,7 +21,7 @@ class _Ids:
         ids: Any = item.__dict__["_ids"]
         if isinstance(ids, np.ndarray):
             ids = item.__dict__["_ids"] = ids.tolist()
-        return ids  # type: ignore[no-any-return]
+        return ids
 
     def __set__(self, item: Any, ids: Sequence[int] | np.ndarray) -> None:
         item.__dict__["_ids"] = ids

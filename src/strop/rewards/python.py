@@ -74,7 +74,7 @@ def load_function(path: str, *, where: str) -> Callable[..., Any]:
             where=where,
             mend="name a function or a class in that module",
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _broken_module(module_name: str, error: BaseException, where: str) -> UserError:

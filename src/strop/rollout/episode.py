@@ -127,7 +127,7 @@ class Episode:
             turn_rewards=dict(self.turn_rewards),
         )
 
-    def append_prompt(self, tokens: Sequence[int], *, parent: TurnId | None = None) -> TurnId:
+    def append_prompt(self, tokens: Sequence[int] | np.ndarray, *, parent: TurnId | None = None) -> TurnId:
         """Append given tokens that no one sampled: the prompt, or the messages of a later turn.
 
         Without a parent it is the beginning of a path: the episode's first prompt, or another one where a chat template
@@ -179,7 +179,7 @@ class Episode:
         unknown.flags.writeable = served.flags.writeable = False
         return self._append("assistant", tokens, parent, unknown, served, finish)
 
-    def append_observation(self, tokens: Sequence[int], *, parent: TurnId, role: str = "tool") -> TurnId:
+    def append_observation(self, tokens: Sequence[int] | np.ndarray, *, parent: TurnId, role: str = "tool") -> TurnId:
         """Append what the environment answered; never trained."""
         if role == "assistant":
             raise ValueError("an observation cannot have the role 'assistant': sampled tokens go to append_sampled")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from strop.errors import DataError
 from strop.rewards.protocol import Scorer
 from strop.rollout.admission import Admission
 from strop.rollout.collector import GREEDY, score_episodes
+from strop.rollout.engine import FinishReason
 from strop.rollout.episode import Episode, Group, Status
 from strop.rollout.windows import Windows
 from strop.rollout.world import PromptLike
@@ -114,9 +115,9 @@ class RecordedCollector(Windows[GroupLike]):
         episode = Episode(number, sample, dict(recorded.row), group.prompt.prompt_id)
         turn = episode.append_prompt(group.prompt.tokens)
         logprobs = None if recorded.logprobs is None else recorded.logprobs.tolist()
-        episode.append_recorded(
-            recorded.tokens.tolist(), logprobs, recorded.version, parent=turn, finish=recorded.status
-        )
+        # Of a completion that failed nobody knows how its turn ended.
+        finish = cast(FinishReason, recorded.status)
+        episode.append_recorded(recorded.tokens.tolist(), logprobs, recorded.version, parent=turn, finish=finish)
         episode.completion = recorded.text
         episode.status = Status(recorded.status)
         if self._scorer is None:

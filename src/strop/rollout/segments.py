@@ -59,8 +59,8 @@ def _parts(episode: Episode, stream: TokenStream, behind: dict[Hashable, list[fl
         if part.loss_mask.any():
             unit = _unit(episode, depth)
             rewards = behind[unit]
-            worth, cohort = math.fsum(rewards) / len(rewards), (episode.group, episode.branch[:depth])
-            found.append(Segment(episode, part, worth, cohort, unit, ends=depth == len(episode.branch) - 1))
+            worth, siblings = math.fsum(rewards) / len(rewards), (episode.group, episode.branch[:depth])
+            found.append(Segment(episode, part, worth, siblings, unit, ends=depth == len(episode.branch) - 1))
     return found
 
 

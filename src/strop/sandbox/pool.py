@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from strop.config.sandbox import LimitSettings
 from strop.sandbox.protocol import Job, RunResult, SandboxError, SandboxResult
@@ -234,7 +234,7 @@ def _run(taken: list[Started], job: Job) -> SandboxResult:
             selector.register(one, selectors.EVENT_READ)
         while selector.get_map() and (left := end - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                one = key.fileobj
+                one = cast(Started, key.fileobj)
                 if told[one].listen(one, _longest(job.limits)):
                     selector.unregister(one)
     first, *others = (told[one].results(one.out_of_memory()) for one in taken)
@@ -275,13 +275,13 @@ class _Told:
         return False
 
     def _note(self, message: dict[str, Any]) -> None:
-        given = {key: message.get(key) for key in ("ended", "code", "signal")}
-        numbers = {key: float(message.get(key, 0.0)) for key in ("seconds", "cpu")}
-        texts = {
+        given: dict[str, Any] = {key: message.get(key) for key in ("ended", "code", "signal")}
+        given |= {key: float(message.get(key, 0.0)) for key in ("seconds", "cpu")}
+        given |= {
             key: str(message.get(key, "")).encode("latin-1", "replace").decode("utf-8", "replace")
             for key in ("stdout", "stderr", "value")
         }
-        self._runs[int(message["run"])] = RunResult(**given, **numbers, **texts)
+        self._runs[int(message["run"])] = RunResult(**given)
 
     def _ended(self, one: Started, error: SandboxError) -> bool:
         """It is gone without a word. What is process 1 cannot be ended from inside."""

@@ -74,6 +74,7 @@ class MetricsTail:
         self.lines_read = 0
         self.bytes_read = 0
         self._lock = threading.Lock()
+        self._changed = -1
         self._forget()
 
     @property

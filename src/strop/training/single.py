@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class SingleDeviceTrainer:
         self._input_begins = bool(recompute) and self._adapters
         if self._input_begins:
             # What begins a graph is then the input of the first block, not only the adapters in it.
-            self.model.enable_input_require_grads()
+            cast(Any, self.model).enable_input_require_grads()
         self._ranks = adaptive_ranks(model) if moving_ranks else None
         self._value_head = value_head
         outer = outer_weights(model)

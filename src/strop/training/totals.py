@@ -75,7 +75,10 @@ class Totals:
         updates = max(1, len(self.norms))
         found_here = (self.sums, self.maxima, self.once, self.counted)
         parts = [({k: float(v) for k, v in each.items()}) for each in found_here]
-        sums, maxima, once, counted = {}, {}, {}, dict.fromkeys(self.counted, 0.0)
+        sums: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        once: dict[str, float] = {}
+        counted = dict.fromkeys(self.counted, 0.0)
         for of_rank in ranks.all_of(parts):
             for name, value in of_rank[0].items():
                 sums[name] = sums.get(name, 0.0) + value

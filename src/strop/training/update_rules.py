@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from strop.config.training import OptimizerSettings
 from strop.errors import MissingExtra
+from strop.models.adapters import without_adapters
 
 
 def update_rules(
@@ -44,8 +45,8 @@ def update_rules(
 def outer_weights(model: nn.Module) -> set[str]:
     """Names of the weights of a causal model's embeddings, output head and scalar head, and of the singular values of
     adapters, which are columns and no matrices."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = [module for module in base.modules() if isinstance(module, nn.Embedding)]
+    base = without_adapters(model)
+    layers: list[Any] = [module for module in base.modules() if isinstance(module, nn.Embedding)]
     layers += [base.get_output_embeddings(), getattr(base, "score", None)]
     weights = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters(recurse=False)}
     return {name for name, weight in model.named_parameters() if id(weight) in weights or ".lora_E." in name}

@@ -33,7 +33,7 @@ def addresses() -> str:
         first.bind(("", 0))
         second.bind(("", 0))
         ports = [first.getsockname()[1], second.getsockname()[1]]
-    ip = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    ip = ray.util.get_node_ip_address()
     clients = ports[1:] if find_spec("grpc") is not None else []
     return " ".join(map(str, (ip, ports[0], secrets.token_hex(32), *clients)))
 
@@ -83,7 +83,7 @@ def _nodes_at(address: str) -> Nodes:
 
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False, configure_logging=False)
-        found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        found: list[dict[str, Any]] = ray.nodes()
         return found
 
     return nodes

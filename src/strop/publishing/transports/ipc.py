@@ -286,12 +286,12 @@ def _mapped(memory: int, bucket_bytes: int) -> list[Tensor]:
 def _cuda_handle(slot: Tensor) -> bytes:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    return pickle.dumps(reduce_tensor(slot))  # type: ignore[no-untyped-call]
+    return pickle.dumps(reduce_tensor(slot))
 
 
 def _cuda_opened(handle: bytes, uuid: str) -> Tensor:
     """The trainer's buffer, seen from here, where the same GPU may have another number."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.init()
     here = visible_gpus()
     if uuid not in here:
         raise RunFailure(
@@ -300,7 +300,7 @@ def _cuda_opened(handle: bytes, uuid: str) -> Tensor:
         )
     rebuild, arguments = pickle.loads(handle)
     changed = [here.index(uuid) if at == _DEVICE_ARGUMENT else value for at, value in enumerate(arguments)]
-    return rebuild(*changed)  # type: ignore[no-any-return]
+    return rebuild(*changed)
 
 
 # Place of the device's number among the arguments of torch's rebuild_cuda_tensor.

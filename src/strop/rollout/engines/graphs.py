@@ -169,7 +169,7 @@ class GraphDecoder:
     def _hidden(self, size: int) -> Tensor:
         ids, positions = self._tokens[:size][None], self._lengths[:size][None]
         found = backbone(self._model)(input_ids=ids, position_ids=positions, use_cache=False)
-        return found.last_hidden_state[0]  # type: ignore[no-any-return]
+        return found.last_hidden_state[0]
 
 
 class _Step:
@@ -202,7 +202,7 @@ class _Step:
             self._rows = torch.arange(len(self._at), device=query.device)
         keys[self._rows, :, self._at] = key[0].transpose(0, 1)
         values[self._rows, :, self._at] = value[0].transpose(0, 1)
-        return self._tiles.attend(query, keys, values, scores)  # type: ignore[no-any-return]
+        return self._tiles.attend(query, keys, values, scores)
 
 
 def capturable(device: torch.device) -> bool:

@@ -124,7 +124,7 @@ class Decode:
                 from strop.models.attention_consistent import CachedTiles
 
                 self._tiles = CachedTiles(self._at)
-            return self._tiles.attend(query, keys, values, scores)  # type: ignore[no-any-return]
+            return self._tiles.attend(query, keys, values, scores)
         heads, shared = query.shape[1], key.shape[1]
         # The query heads that share a key head are its queries.
         rows = query[0].transpose(0, 1).reshape(self._n, shared, heads // shared, -1)

@@ -42,7 +42,8 @@ def base_of(module: nn.Module) -> nn.Linear | None:
     if not isinstance(base, nn.Linear):
         return None
     if base is not module and _adds(module):
-        drops = module.lora_dropout.values()  # type: ignore[operator, union-attr]
+        lora: Any = module
+        drops = lora.lora_dropout.values()
         if module.training and any(not isinstance(drop, nn.Identity) for drop in drops):
             return None
     return base
@@ -107,6 +108,6 @@ def packed_product(weight: Tensor, bias: Tensor | None, rows: int) -> Product:
     held = None if bias is None else bias.detach()
 
     def product(x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, packed, held, "none", [], "")  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._linear_pointwise(x, packed, held, "none", [], "")
 
     return product

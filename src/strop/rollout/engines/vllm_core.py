@@ -11,7 +11,7 @@ cache, the kernels and the sampler are vLLM's. Nothing here knows asyncio, and a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -104,7 +104,7 @@ class VllmCore:
     # Requests.
 
     def add(
-        self, request: str, tokens: Sequence[int], settings: SampleSettings, *, seed: int, ends: Sequence[int]
+        self, request: str, tokens: Sequence[int], settings: SampleSettings, *, seed: int, ends: Collection[int]
     ) -> None:
         """Sample a completion. seed: of all its draws. ends: tokens that end it."""
         from vllm import SamplingParams

@@ -148,6 +148,7 @@ def load(worker: Any, weights: Iterable[tuple[str, Tensor]], sent: Sent, *, rank
     Args:
         weights: by the names of Hugging Face, whole, on any device and in any number format; `sent` describes them.
     """
+    model: Any
     with torch.no_grad(), adapters_aside(worker.model_runner.get_model()) as model:
         found = places(model, sent.shapes, rank=rank, size=size)
         if worker.vllm_config.model_config.quantization is None and as_they_are(found, sent):

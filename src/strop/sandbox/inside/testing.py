@@ -22,7 +22,7 @@ ALIASES = {"np": "numpy", "pd": "pandas"}
 _JOKES = frozenset({"this", "antigravity"})
 
 
-def serve_program(source: str, path: str, channel: int) -> NoReturn:
+def serve_program(source: str, path: str, channel: int) -> NoReturn:  # type: ignore[misc]
     """Load a program and let the tests at the other end of the channel use it."""
 
     def serve() -> None:
@@ -43,7 +43,7 @@ def serve_program(source: str, path: str, channel: int) -> NoReturn:
     to_the_end(serve, path)
 
 
-def run_test(source: str, path: str, request: str, channel: int, result: int) -> NoReturn:
+def run_test(source: str, path: str, request: str, channel: int, result: int) -> NoReturn:  # type: ignore[misc]
     """Run one test against the program at the other end of the channel.
 
     What is written to `result` is JSON: `passed`, and a `detail` of what failed, or a `fault` of the tests themselves.

@@ -182,17 +182,17 @@ class Jobs:
                 failed.setdefault(job.backend, error)
         for name, backend in self.backends.items():
             while name not in failed and (name == "ray" or running[name] < self._settings.jobs):
-                job = self.store.begin_next(name)
-                if job is None:
+                next_one = self.store.begin_next(name)
+                if next_one is None:
                     break
                 running[name] += 1
-                self._note(job, "start")
+                self._note(next_one, "start")
                 try:
-                    backend.start(job)
+                    backend.start(next_one)
                 except Exception as error:
                     failed[name] = error
-        for error in failed.values():
-            raise error
+        for first in failed.values():
+            raise first
 
     def _look_at(self, job: Job, backend: Backend) -> bool:
         """Returns whether it still runs."""

@@ -146,12 +146,11 @@ def manifest_of(run: Path) -> Manifest:
         raise NotFound("the run is gone", where=str(run), mend="its folder was deleted or moved")
     manifest = read_manifest(run)
     # Older or foreign manifests may have other kinds of values here; what follows counts on these.
-    lists = {
-        key: value for key in ("alarms", "resumed", "command") if isinstance(value := getattr(manifest, key), list)
-    }
-    return dataclasses.replace(
-        manifest, **{"alarms": [], "resumed": [], "command": []} | lists, status=str(manifest.status)
-    )
+    others: dict[str, Any] = {"alarms": [], "resumed": [], "command": [], "status": str(manifest.status)}
+    for key in ("alarms", "resumed", "command"):
+        if isinstance(value := getattr(manifest, key), list):
+            others[key] = value
+    return dataclasses.replace(manifest, **others)
 
 
 @dataclasses.dataclass(frozen=True)

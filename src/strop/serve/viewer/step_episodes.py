@@ -103,8 +103,8 @@ def _summary(table: pa.Table) -> dict[str, list[Any]]:
         sampler, trainer, advantages, versions = (_fitting(columns[name][at], lengths[at], mask) for name in PER_TOKEN)
         rows["tokens"].append(int(mask.sum()))
         rows["advantage"].append(_mean(advantages))
-        both = sampler is not None and trainer is not None
-        rows["mismatch"].append(_mean(np.abs(trainer - sampler)) if both else math.nan)
+        gaps = None if sampler is None or trainer is None else np.abs(trainer - sampler)
+        rows["mismatch"].append(math.nan if gaps is None else _mean(gaps))
         rows["oldest"].append(None if versions is None or not len(versions) else int(versions.min()))
     return rows
 

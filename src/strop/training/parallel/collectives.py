@@ -76,28 +76,28 @@ class _Exchange(torch.autograd.Function):
 
 def enter(x: Tensor, group: Group) -> Tensor:
     """x, whose gradient is the sum of what the ranks' parts say."""
-    return _Enter.apply(x, group)  # type: ignore[no-any-return]
+    return _Enter.apply(x, group)
 
 
 def leave(x: Tensor, group: Group) -> Tensor:
     """The sum of x over the ranks, the same on each; its gradient is the same on each too."""
-    return _Leave.apply(x, group)  # type: ignore[no-any-return]
+    return _Leave.apply(x, group)
 
 
 def gather(x: Tensor, dim: int, group: Group, *, parts: bool) -> Tensor:
     """The pieces of all ranks one after another. parts: what follows computes a part of a sum on each rank, so that
     gradients are summed; else it is the same on each."""
-    return _Gather.apply(x, dim, group, parts)  # type: ignore[no-any-return]
+    return _Gather.apply(x, dim, group, parts)
 
 
 def scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     """This rank's piece of the sum of x over the ranks; `dim` is divisible by them."""
-    return _Scatter.apply(x, dim, group)  # type: ignore[no-any-return]
+    return _Scatter.apply(x, dim, group)
 
 
 def exchange(x: Tensor, *, split: int, join: int, group: Group) -> Tensor:
     """All to all: each rank gives away pieces along `split` and puts what it gets together along `join`."""
-    return _Exchange.apply(x, split, join, group)  # type: ignore[no-any-return]
+    return _Exchange.apply(x, split, join, group)
 
 
 def _summed(x: Tensor, group: Group) -> Tensor:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from strop.models.adapters import without_adapters
 from strop.models.save import hold_model, save_model
 
 # Bytes that are gathered before they are written.
@@ -84,6 +85,6 @@ def hold_ranks(
 def _filled(skeleton: Any, weights: dict[str, Tensor]) -> Any:
     filled = copy.deepcopy(skeleton)
     filled.load_state_dict(weights, strict=False, assign=True)
-    base = filled.get_base_model() if hasattr(filled, "get_base_model") else filled
+    base = without_adapters(filled)
     base.tie_weights()
     return filled

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from strop.algorithms.batch import TokenBatch
 from strop.errors import ModelError
+from strop.models.adapters import without_adapters
 from strop.models.attention import Plan
 from strop.models.forward import PackedInputs, backbone
 from strop.models.logprobs import Vocabulary
@@ -81,7 +82,7 @@ class Alone:
     def hidden(self, model: nn.Module, inputs: PackedInputs) -> Tensor:
         """[t, H]: last hidden states of this rank's part of a packed row."""
         found = backbone(model)(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False)
-        return found.last_hidden_state[0]  # type: ignore[no-any-return]
+        return found.last_hidden_state[0]
 
     def at(self, hidden: Tensor, places: Tensor, *, vocabulary: bool) -> Tensor:
         """[n, H]: the hidden states [t, H] at those of the places [N] that are this rank's. vocabulary: for the output
@@ -148,7 +149,7 @@ class Ranks(Alone):
         self._cost = (0, 0)
 
     def divide(self, model: nn.Module, *, value_head: nn.Module | None = None) -> Whole:
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = without_adapters(model)
         config = base.config.get_text_config()
         matrices = sum(p.numel() for p in base.parameters() if p.dim() > 1)
         self._cost = (matrices, config.hidden_size * config.num_hidden_layers)
@@ -199,7 +200,7 @@ class Ranks(Alone):
         start, end = self._span(inputs)
         ids, positions = inputs.input_ids[:, start:end], inputs.position_ids[:, start:end]
         found = backbone(model)(input_ids=ids, position_ids=positions, use_cache=False)
-        return found.last_hidden_state[0]  # type: ignore[no-any-return]
+        return found.last_hidden_state[0]
 
     def at(self, hidden: Tensor, places: Tensor, *, vocabulary: bool) -> Tensor:
         if self._tensor is not None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from strop.errors import RunFailure
@@ -31,7 +31,7 @@ def save_sharded(ranks: Ranks, tensors: Mapping[str, Tensor], directory: Path) -
     """Write tensors, called `KIND/NAME` with the name of the trained weight they belong to; all ranks have to ask."""
     state = {key: _described(ranks, key, value) for key, value in tensors.items()}
     with _quiet():
-        dcp.save(state, storage_writer=FileSystemWriter(directory / FOLDER, sync_files=True))
+        save(state, storage_writer=FileSystemWriter(directory / FOLDER, sync_files=True))
 
 
 class HeldFiles(FileSystem):
@@ -76,7 +76,7 @@ def hold_sharded(ranks: Ranks, tensors: Mapping[str, Tensor]) -> Callable[[Path]
     writer = FileSystemWriter(root, sync_files=False)
     held = writer.fs = HeldFiles()
     with _quiet():
-        dcp.save(state, storage_writer=writer)
+        save(state, storage_writer=writer)
 
     def write(directory: Path) -> None:
         for path, content in held.files.items():
@@ -111,7 +111,7 @@ def load_sharded(ranks: Alone, parameters: Mapping[str, Tensor], directory: Path
         empty = _empty(ranks, key, like, parameter)
         state[key] = _described(ranks, key, empty)
     with _quiet():
-        dcp.load(state, storage_reader=reader, no_dist=ranks.world == 1)
+        load(state, storage_reader=reader, no_dist=ranks.world == 1)
     return {key: _as_held(value, parameters[key.partition("/")[2]]) for key, value in state.items()}
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strop.errors import ModelError
+from strop.models.adapters import without_adapters
 from strop.training.parallel.collectives import all_gather, enter, gather, leave, scatter
 
 # Linear layers by what of their weight [out, in] is divided.
@@ -64,7 +65,7 @@ class TensorParallel:
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sequence = sequence
         self._parts: dict[int, Part] = {}
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = without_adapters(model)
         blocks = _blocks(base)
         _check(base, blocks, self.ranks)
         for block in blocks:
