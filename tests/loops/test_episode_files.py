@@ -15,9 +15,17 @@ from tiny_runs import recipe
 
 from strop.config.loading import load_config
 from strop.loops.online import open_run
-from strop.loops.step_record import episode_records
+from strop.loops.step_record import episode_columns
 from strop.tracking import episodes
-from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, read_episodes
+from strop.tracking.episodes import (
+    Columns,
+    EpisodeRecord,
+    EpisodeWriter,
+    columns_of,
+    episode_table,
+    read_episodes,
+    records_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +33,9 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def record(sample: int) -> EpisodeRecord:
-    return EpisodeRecord(0, sample, "row-0", "a", "b", None, "stop", 1.0, None, np.arange(3), np.ones(3, dtype=bool))
+def one(sample: int) -> Columns:
+    tokens, mask = np.arange(3), np.ones(3, dtype=bool)
+    return columns_of([EpisodeRecord(0, sample, "row-0", "a", "b", None, "stop", 1.0, None, tokens, mask)])
 
 
 async def one_step(run: Any) -> None:
@@ -39,18 +48,18 @@ async def one_step(run: Any) -> None:
 
 
 def test_files_are_written_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, order, write = threading.Event(), [], episodes.write_episodes
+    go, order, write = threading.Event(), [], episodes.write_table
 
-    def slow(path: Path, records: list[EpisodeRecord]) -> None:
+    def slow(path: Path, table: Any) -> None:
         go.wait(30)
         order.append(path.name)
-        write(path, records)
+        write(path, table)
 
-    monkeypatch.setattr(episodes, "write_episodes", slow)
+    monkeypatch.setattr(episodes, "write_table", slow)
     writer = EpisodeWriter()
-    writer.write(tmp_path / "first", [record(1)])
+    writer.write(tmp_path / "first", one(1))
     assert not (tmp_path / "first").exists()
-    second = threading.Thread(target=writer.write, args=(tmp_path / "second", [record(2)]))
+    second = threading.Thread(target=writer.write, args=(tmp_path / "second", one(2)))
     second.start()
     second.join(0.1)
     assert second.is_alive()  # at most one set of records is held
@@ -65,28 +74,28 @@ def test_files_are_written_one_after_the_other(tmp_path: Path, monkeypatch: pyte
 def test_what_could_not_be_written_is_said_once(then: str, tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("in the way")
     writer = EpisodeWriter()
-    writer.write(tmp_path / "a file" / "x.parquet", [record(1)])
+    writer.write(tmp_path / "a file" / "x.parquet", one(1))
     if then == "close":
         assert isinstance(writer.close(), OSError)
         return
     with pytest.raises(OSError, match="a file"):
-        writer.write(tmp_path / "second", [record(2)]) if then == "write" else writer.wait()
-    writer.write(tmp_path / "third", [record(3)])
+        writer.write(tmp_path / "second", one(2)) if then == "write" else writer.wait()
+    writer.write(tmp_path / "third", one(3))
     assert writer.close() is None
     assert read_episodes(tmp_path / "third")[0].sample == 3
 
 
 def test_a_checkpoint_waits_for_the_episodes_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    go, write = threading.Event(), episodes.write_episodes
+    go, write = threading.Event(), episodes.write_table
 
-    def slow(path: Path, records: list[EpisodeRecord]) -> None:
+    def slow(path: Path, table: Any) -> None:
         go.wait(30)
-        write(path, records)
+        write(path, table)
 
     async def steps() -> None:
         async with open_run(load_config(None, data=recipe())) as run:
             await run.begin()
-            monkeypatch.setattr(episodes, "write_episodes", slow)
+            monkeypatch.setattr(episodes, "write_table", slow)
             await one_step(run)
             path = run.folder / "episodes" / "step-000001.parquet"
             assert not path.exists()
@@ -133,8 +142,8 @@ def test_what_belongs_to_another_sequence_is_not_written(tmp_path: Path) -> None
         return SimpleNamespace(advantages=flat, extra={"logprobs": -flat}, lengths=lambda: torch.tensor(lengths))
 
     streams: Any = [(episode, stream(2)), (episode, stream(3))]
-    records = episode_records(streams, batch(2, 3), [], prompts)  # type: ignore[arg-type]
+    records = records_of(episode_columns(streams, batch(2, 3), [], prompts))  # type: ignore[arg-type]
     assert [one.advantages.tolist() for one in records if one.advantages is not None] == [[0, 1], [2, 3, 4]]
     for lengths in ((3, 2), (3, 3), (2, 3, 4), (2,)):
         with pytest.raises(ValueError, match=r"entries for|argument"):
-            episodes.write_episodes(tmp_path / "e", episode_records(streams, batch(*lengths), [], prompts))  # type: ignore[arg-type]
+            episode_table(episode_columns(streams, batch(*lengths), [], prompts))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from strop.config.loading import load_config
 from strop.config.run import TrackingSettings
 from strop.errors import UserError
 from strop.loops.event_loop import run_to_end
-from strop.tracking.episodes import EpisodeRecord, beside, episodes_file, read_episodes
+from strop.tracking.episodes import EpisodeRecord, beside, episodes_file, read_episodes, records_of
 from strop.tracking.metrics import read_metrics
 from strop.tracking.run_directory import RunDirectory, read_manifest
 from strop.tracking.text import show_number
@@ -130,7 +130,7 @@ async def _replay_of(run: Run, folder: Path, step: int, before: Mapping[str, flo
         differences = []
         if episodes_file(folder / "episodes", step).exists():
             stored = read_episodes(episodes_file(folder / "episodes", step))
-            differences += _differing_tokens(stored, run.step_records(batch))
+            differences += _differing_tokens(stored, records_of(run.step_episodes(batch)))
         differences += _differing_metrics(before, now)
         weights, differing = _compare_weights(run, folder / "checkpoints" / f"step-{step:06d}")
         return Replay(folder, step, batch.sequences, before, now, weights, [*differences, *differing])

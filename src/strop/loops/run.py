@@ -24,7 +24,7 @@ from strop.loops.place import Place, find_place
 from strop.loops.prepare import Prepared
 from strop.loops.sampling_state import SamplingState
 from strop.loops.speed import Speed
-from strop.loops.step_record import PromptTexts, episode_records, records_beside, rollout_metrics, sample_of
+from strop.loops.step_record import PromptTexts, columns_beside, episode_columns, rollout_metrics, sample_of
 from strop.loops.teacher import Teachers, load_teacher
 from strop.loops.turns import Turns
 from strop.loops.warmup import warmup_steps
@@ -35,7 +35,7 @@ from strop.rollout.collector import reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.rollout.journal import Journal
 from strop.tracking.display import Display, StepView
-from strop.tracking.episodes import EpisodeRecord, EpisodeWriter, beside, episodes_file
+from strop.tracking.episodes import Columns, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
 from strop.training.holdings import held_parts
 from strop.training.snapshot import Held
@@ -258,9 +258,10 @@ class Run(BaseRun):
         every = self.config.tracking.episodes_every
         if every and self.step % every == 0:
             path = episodes_file(self.directory.episodes_folder, self.step)
-            self._files.write(path, self.step_records(batch))
+            self._files.write(path, self.step_episodes(batch))
             compared = self.collector.baselines | self.past.baselines
-            if others := records_beside(compared, self.collector.discarded, self._texts):
+            others = columns_beside(compared, self.collector.discarded, self._texts)
+            if others["group"]:
                 self._files.write(beside(path), others)
         self.metrics.log(self.step, metrics)
         # Behind the line of this step, so that whoever goes on from the evaluated one and evaluates anew drops it.
@@ -313,9 +314,9 @@ class Run(BaseRun):
             "bubble/engine": idle / seconds,
         }
 
-    def step_records(self, batch: TokenBatch) -> list[EpisodeRecord]:
+    def step_episodes(self, batch: TokenBatch) -> Columns:
         """The episodes of the step that was trained last, token by token."""
-        return self.past.mark(episode_records(self._trained, batch, self._left_out, self._texts))
+        return self.past.mark(episode_columns(self._trained, batch, self._left_out, self._texts))
 
     async def close(self, error: BaseException | None) -> None:
         """Give back everything; the run's manifest notes how it ended."""

@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +59,21 @@ class EpisodeRecord:
     past: bool = False
 
 
+Columns = Mapping[str, Sequence[Any]]
+"""Episodes field by field: under the name of each field of `EpisodeRecord`, the values of all of them."""
+
+
+def columns_of(records: Sequence[EpisodeRecord]) -> Columns:
+    """The same, field by field."""
+    return {one.name: [getattr(record, one.name) for record in records] for one in fields(EpisodeRecord)}
+
+
+def records_of(columns: Columns) -> list[EpisodeRecord]:
+    """The same, one by one."""
+    return [EpisodeRecord(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+
+
+@cache
 def schema() -> pa.Schema:
     """The columns: one row for each `EpisodeRecord`.
 
@@ -109,16 +126,23 @@ def beside(path: Path) -> Path:
 
 
 def write_episodes(path: Path, records: Sequence[EpisodeRecord]) -> None:
-    """Write a step's episodes to one file, whole or not at all; the folder is made.
+    """Write a step's episodes to one file, as `write_table` does.
 
     Raises:
-        ValueError: an array's length differs from the number of tokens of its record.
+        ValueError: an array's length differs from the number of tokens of its record. OSError: as `write_table`.
+    """
+    write_table(path, episode_table(columns_of(records)))
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write what `episode_table` made to one file, whole or not at all; the folder is made.
+
+    Raises:
         OSError: the file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    table = _table(records)
     # Of what is in lists nobody asks for the least and the most.
     plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,20 +164,23 @@ class EpisodeWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="strop-episodes")
         self._last: Future[None] | None = None
 
-    def write(self, path: Path, records: Sequence[EpisodeRecord]) -> None:
-        """Begin to write, as `write_episodes` does, when the file before is there. Nobody may change the records.
+    def write(self, path: Path, columns: Columns) -> None:
+        """Begin to write, as `write_episodes` does, when the file before is there.
 
         Raises:
-            ValueError, OSError: the file before could not be written.
+            ValueError: an array's length differs from the number of tokens of its record.
+            OSError: the file before could not be written.
         """
         self.wait()
-        self._last = self._thread.submit(write_episodes, path, records)
+        # Not in the thread: it would need the interpreter for that, and so does the loop, which runs meanwhile. To hand
+        # it back and forth takes longer than the table does. What is left to the thread lets go of it.
+        self._last = self._thread.submit(write_table, path, episode_table(columns))
 
     def wait(self) -> None:
         """Wait until all that was given is on the disk.
 
         Raises:
-            ValueError, OSError: it could not be written.
+            OSError: it could not be written.
         """
         last, self._last = self._last, None
         if last is not None:
@@ -208,47 +235,47 @@ _PER_TOKEN = {
 }
 
 
-def _table(records: Sequence[EpisodeRecord]) -> pa.Table:
+def episode_table(given: Columns) -> pa.Table:
+    """What a file of episodes holds, in the columns of `schema`.
+
+    Raises:
+        ValueError: an array's length differs from the number of tokens of its record.
+    """
     import pyarrow as pa
 
-    fields = schema()
-    lengths = np.array([len(record.tokens) for record in records], dtype=np.int64)
-    mask = _flat([record.loss_mask for record in records], lengths, np.bool_, "loss_mask")
+    wanted = schema()
+    lengths = [len(tokens) for tokens in given["tokens"]]
+    mask = _flat(given["loss_mask"], lengths, np.bool_, "loss_mask")
     columns: dict[str, Any] = {
-        "tokens": _lists(_flat([record.tokens for record in records], lengths, np.int32, "tokens"), lengths),
+        "tokens": _lists(_flat(given["tokens"], lengths, np.int32, "tokens"), lengths),
         "loss_mask": _lists(mask, lengths),
     }
     for name, dtype in _PER_TOKEN.items():
-        parts = [getattr(record, name) for record in records]
-        known = np.array([part is not None for part in parts], dtype=np.bool_)
-        shown = np.where(known, lengths, 0)
-        values = _flat([part for part in parts if part is not None], lengths[known], dtype, name)
+        parts = given[name]
+        known = [part is not None for part in parts]
+        shown = [length if there else 0 for length, there in zip(lengths, known, strict=True)]
+        values = _flat(list(compress(parts, known)), list(compress(lengths, known)), dtype, name)
         hidden = None
         if name.endswith("logprobs"):
-            hidden = ~(mask if known.all() else mask[np.repeat(known, lengths)]) | np.isnan(values)
-        columns[name] = _lists(values, shown, hidden=hidden, missing=~known)
-    for name in fields.names:
+            hidden = ~(mask if all(known) else mask[np.repeat(known, lengths)]) | np.isnan(values)
+        columns[name] = _lists(values, shown, hidden=hidden, missing=None if all(known) else ~np.array(known))
+    for name in wanted.names:
         if name not in columns:
-            values = [getattr(record, name) for record in records]
+            values = _in_json(given[name]) if name == "row" else given[name]
             if (cell := _CELLS.get(name)) is not None:
                 values = [cell(value) for value in values]
-            columns[name] = _plain(values, fields.field(name).type)
-    return pa.table([columns[name] for name in fields.names], schema=fields)
+            columns[name] = _plain(values, wanted.field(name).type)
+    return pa.table([columns[name] for name in wanted.names], schema=wanted)
 
 
-def _flat(parts: Sequence[np.ndarray], lengths: np.ndarray, dtype: type, name: str) -> np.ndarray:
-    parts = [np.asarray(part) for part in parts]
-    for part, length in zip(parts, lengths.tolist(), strict=True):
-        if part.shape != (length,):
-            found = f"{len(part)} entries" if part.ndim == 1 else f"the shape {list(part.shape)}"
-            raise ValueError(f"{name} has {found} for {length} tokens")
-    formats = {part.dtype for part in parts}
-    if len(formats) != 1 or parts[0].dtype.hasobject:
-        return np.concatenate([np.zeros(0, dtype=dtype), *parts], dtype=dtype, casting="unsafe")
-    # `concatenate` lets go of the interpreter lock at each part, and so does the loop, which runs meanwhile: handing it
-    # back and forth would cost the loop more than all of this.
-    joined = b"".join([np.ascontiguousarray(part).data for part in parts])
-    return np.frombuffer(joined, dtype=parts[0].dtype).astype(dtype, copy=False)
+def _flat(parts: Sequence[Any], lengths: Sequence[int], dtype: type, name: str) -> np.ndarray:
+    arrays = [np.asarray(part) for part in parts]
+    shapes = [array.shape for array in arrays]
+    if shapes != [(length,) for length in lengths]:
+        shape, length = next((s, n) for s, n in zip(shapes, lengths, strict=True) if s != (n,))
+        found = f"{shape[0]} entries" if len(shape) == 1 else f"the shape {list(shape)}"
+        raise ValueError(f"{name} has {found} for {length} tokens")
+    return np.concatenate([np.zeros(0, dtype=dtype), *arrays], dtype=dtype, casting="unsafe")
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -259,13 +286,13 @@ def _list_of(kind: pa.DataType) -> pa.DataType:
 
 
 def _lists(
-    values: np.ndarray, lengths: np.ndarray, *, hidden: np.ndarray | None = None, missing: np.ndarray | None = None
+    values: np.ndarray, lengths: Sequence[int], *, hidden: np.ndarray | None = None, missing: np.ndarray | None = None
 ) -> pa.Array:
     """A list array from flat values; `hidden` values and `missing` lists are null."""
     import pyarrow as pa
 
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    mask = pa.array(missing) if missing is not None and missing.any() else None
+    offsets = pa.array(np.cumsum([0, *lengths]).astype(np.int32))
+    mask = None if missing is None else pa.array(missing)
     flat = pa.array(values, mask=hidden)
     return pa.ListArray.from_arrays(offsets, flat, type=_list_of(flat.type), mask=mask)
 
@@ -275,7 +302,6 @@ def _number(value: float) -> float | None:
 
 
 _CELLS: dict[str, Callable[[Any], Any]] = {
-    "row": lambda row: _AS_JSON(dict(row)),
     "components": lambda scores: [(name, _number(score)) for name, score in scores.items()],
     "reward": _number,
     "answer": lambda answer: None if answer is None else str(answer),
@@ -286,7 +312,19 @@ _CELLS: dict[str, Callable[[Any], Any]] = {
 """What a column holds of a value, where it is not the value itself."""
 
 
-def _plain(values: list[Any], kind: pa.DataType) -> pa.Array:
+def _in_json(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each row as JSON. Those of a group hold the same objects, mostly long texts, which are looked at once."""
+    known: dict[tuple[Any, ...], str] = {}
+    found = []
+    for row in rows:
+        same = (*row, *map(id, row.values()))
+        if same not in known:
+            known[same] = _AS_JSON(dict(row))
+        found.append(known[same])
+    return found
+
+
+def _plain(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     import pyarrow as pa
 
     try:
