@@ -33,7 +33,7 @@ from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
 from strop.rollout.admission import Admission
 from strop.rollout.collector import Collector
-from strop.rollout.engine import Engine, SampleSettings
+from strop.rollout.engine import Engine, Samples, SampleSettings
 from strop.rollout.engines.local import LocalEngine
 from strop.rollout.engines.vllm import VllmEngine
 from strop.rollout.engines.vllm_core import VllmCore
@@ -283,7 +283,7 @@ def make_stream(prepared: Sampled) -> PromptStream:
     return PromptStream(train, cursor, curriculum)
 
 
-def make_player(world: World | None, roles: Roles, engine: Engine) -> Player:
+def make_player(world: World | None, roles: Roles, engine: Samples) -> Player:
     """What plays the episodes of training and evaluation."""
     return Player(engine, roles.tokenizer, world)
 

@@ -127,7 +127,7 @@ async def _replay_of(run: Run, folder: Path, step: int, before: Mapping[str, flo
         run.step += 1
         await run.publish()
         now = _comparable(run.step_metrics(groups, batch, stats))
-        differences = []
+        differences: list[str] = []
         if episodes_file(folder / "episodes", step).exists():
             stored = read_episodes(episodes_file(folder / "episodes", step))
             differences += _differing_tokens(stored, records_of(run.step_episodes(batch)))

@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.algorithms.batch import TokenBatch
 from strop.data.prompts import PromptStream
@@ -31,14 +31,18 @@ from strop.loops.warmup import warmup_steps
 from strop.loops.watch import Watch
 from strop.loops.window_choices import told_of_window
 from strop.rewards.composition import check_errors
-from strop.rollout.collector import reward_of
+from strop.rollout.collector import Collector, reward_of
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.rollout.journal import Journal
+from strop.rollout.recorded import RecordedCollector
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import Columns, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
 from strop.training.holdings import held_parts
 from strop.training.snapshot import Held
+
+if TYPE_CHECKING:
+    from strop.loops.stored import StoredWindow
 
 
 class Run(BaseRun):
@@ -78,7 +82,7 @@ class Run(BaseRun):
         self._environment_weight = sum(v.weight for v in verifiers if v.kind == "environment")
         self.stream: PromptStream = assembly.make_stream(prepared)
         self.player = assembly.make_player(place.world, roles, self.journal)
-        self.collector = assembly.make_collector(
+        self.collector: Collector | RecordedCollector | StoredWindow = assembly.make_collector(
             prepared, roles, self.player, self.stream, lambda done, total: display.progress("sampling", done, total)
         )
         self.past = Past(self.config)
@@ -167,6 +171,7 @@ class Run(BaseRun):
         judged = [*episodes, *collector.baselines.values()]
         # Of most steps none has failed, and no reward need be made of each.
         if self._judges and not all(e.status is None or e.status.trainable for e in judged):
+            assert self.config.rewards is not None
             check_errors([reward_of(e) for e in judged], first_step=self.step == 0, settings=self.config.rewards)
         joined = self.past.join(groups, self.step)
         baselines = collector.baselines | self.past.baselines
@@ -486,6 +491,7 @@ class Run(BaseRun):
             return await self._score_held_out()
         rewards = [reward_of(e) for e in episodes]
         key = "rewards.verifiers" if self.config.evaluation.verifiers is None else "evaluation.verifiers"
+        assert self.config.rewards is not None
         check_errors(rewards, first_step=self.step == 0, settings=self.config.rewards, key=key)
         return scores.metrics()
 
@@ -509,4 +515,4 @@ class Run(BaseRun):
         """Whether recorded completions were sampled by the weights as they are now: those of the start, not yet
         trained."""
         untrained = self.step <= (self.config.critic.warmup_steps if self.critic is not None else 0)
-        return untrained and self.collector.own(groups)
+        return untrained and isinstance(self.collector, RecordedCollector) and self.collector.own(groups)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from strop.rollout.busy import Busy
 from strop.rollout.collector import GREEDY
 from strop.rollout.episode import Episode, Group, Status, TurnId
 from strop.tracking.episodes import EpisodeRecord, beside, read_episodes
@@ -33,6 +34,7 @@ class StoredWindow:
         self.refills = max((places.count(place) for place in set(places)), default=0)
         self.last_completion = 0.0
         self.window_metrics: dict[str, float] = {}
+        self.verifying = Busy()
 
     @property
     def has_baselines(self) -> bool:

@@ -93,10 +93,14 @@ class EngineStats:
     extra: dict[str, float] = field(default_factory=dict)
 
 
-class Engine(Protocol):
-    """Token ids in; token ids, log-probabilities and weight versions out."""
+class Samples(Protocol):
+    """Token ids in; token ids, log-probabilities and weight versions out: an engine, or who notes what one says."""
 
     async def generate(self, request: SampleRequest) -> SampleResult: ...
+
+
+class Engine(Samples, Protocol):
+    """What samples, with weights that change."""
 
     async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
         """What is there so far of requests that have not ended, by their streams, for `SampleRequest.begun`; as much of

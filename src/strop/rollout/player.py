@@ -11,7 +11,7 @@ from strop.config.rollout import TreeSettings
 from strop.environments.driven import Driver
 from strop.models.detokenizing import detokenizer
 from strop.rollout.asking import Failed, Home
-from strop.rollout.engine import Engine, SampleRequest, SampleResult, SampleSettings
+from strop.rollout.engine import SampleRequest, SampleResult, Samples, SampleSettings
 from strop.rollout.episode import Episode, Status, append_prompts
 from strop.rollout.game import Game
 from strop.rollout.hosted import Host
@@ -40,7 +40,7 @@ class Player:
     the engine raises is raised.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Detokenizer, world: World | None = None) -> None:
+    def __init__(self, engine: Samples, tokenizer: Detokenizer, world: World | None = None) -> None:
         self._speaker = Speaker(engine, tokenizer, detokenizer(tokenizer))
         self._world = world
 

@@ -11,7 +11,7 @@ from strop.environments.protocol import EnvironmentFactory
 from strop.models.detokenizing import Detokenize
 from strop.rollout.asking import Failed, Home, InProcess
 from strop.rollout.calls import Raised, TooLong
-from strop.rollout.engine import Engine, SampleRequest, SampleResult, SampleSettings
+from strop.rollout.engine import SampleRequest, SampleResult, Samples, SampleSettings
 from strop.rollout.episode import Episode, TurnId, append_samples
 
 
@@ -78,7 +78,7 @@ class World:
 class Speaker:
     """The policy, as it speaks: turns are sampled by the engine and written into episodes."""
 
-    engine: Engine
+    engine: Samples
     tokenizer: Detokenizer
     detokenize: Detokenize
 

@@ -254,14 +254,14 @@ def episode_table(given: Columns) -> pa.Table:
         parts = given[name]
         known = [part is not None for part in parts]
         shown = [length if there else 0 for length, there in zip(lengths, known, strict=True)]
-        values = _flat(list(compress(parts, known)), list(compress(lengths, known)), dtype, name)
+        flat = _flat(list(compress(parts, known)), list(compress(lengths, known)), dtype, name)
         hidden = None
         if name.endswith("logprobs"):
-            hidden = ~(mask if all(known) else mask[np.repeat(known, lengths)]) | np.isnan(values)
-        columns[name] = _lists(values, shown, hidden=hidden, missing=None if all(known) else ~np.array(known))
+            hidden = ~(mask if all(known) else mask[np.repeat(known, lengths)]) | np.isnan(flat)
+        columns[name] = _lists(flat, shown, hidden=hidden, missing=None if all(known) else ~np.array(known))
     for name in wanted.names:
         if name not in columns:
-            values = _in_json(given[name]) if name == "row" else given[name]
+            values: Sequence[Any] = _in_json(given[name]) if name == "row" else given[name]
             if (cell := _CELLS.get(name)) is not None:
                 values = [cell(value) for value in values]
             columns[name] = _plain(values, wanted.field(name).type)
