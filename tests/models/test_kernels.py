@@ -106,6 +106,38 @@ def test_decoding_kernel(dtype: torch.dtype, heads: int, shared: int, size: int,
     assert torch.equal(keys[rows:], untouched[rows:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_decoding_kernel_copies_no_parts_of_a_joined_product(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from strop.rollout.engines.decode_kernel import decode_attention
+
+    torch.manual_seed(0)
+    rows, heads, shared, size, capacity = 3, 4, 2, 16, 80
+    lengths = torch.tensor([0, 5, 79], device=DEVICE, dtype=torch.int32)
+    joined = torch.randn(rows, (heads + 2 * shared) * size, device=DEVICE, dtype=dtype)
+    query, key, value = (
+        part.view(rows, -1, size) for part in joined.split([n * size for n in (heads, shared, shared)], dim=-1)
+    )
+    # As after a rotary embedding: the query and the key are tensors of their own, the key's heads before its rows.
+    query, key = query.clone(), key.transpose(0, 1).contiguous().transpose(0, 1)
+    assert key.stride() != value.stride()
+    assert not value.is_contiguous()
+    cache = torch.randn(2, rows, shared, capacity, size, device=DEVICE, dtype=dtype)
+    contiguous = key.contiguous(), value.contiguous()
+
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a copy")
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", refuse)
+    found = []
+    for new in ((key, value), contiguous):
+        keys, values = cache.clone()
+        found.append((decode_attention(query, *new, keys, values, lengths, scaling=0.2), keys, values))
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def drawn(logits: torch.Tensor, temperatures: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from strop.rollout.engines.draw_kernel import draw
 

@@ -14,7 +14,7 @@ _BLOCK = 64
 def _decode(
     query, key, value, keys, values, lengths, out,
     scaling, window,
-    q_row, q_head, n_row, n_head, c_row, c_head, c_at, o_row, o_head,
+    q_row, q_head, k_row, k_head, v_row, v_head, c_row, c_head, c_at, o_row, o_head,
     GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -31,8 +31,8 @@ def _decode(
         mask=(group < GROUP)[:, None] & wide[None, :],
         other=0.0,
     )
-    own_key = tl.load(key + row * n_row + head * n_head + at, mask=wide, other=0.0)
-    own_value = tl.load(value + row * n_row + head * n_head + at, mask=wide, other=0.0)
+    own_key = tl.load(key + row * k_row + head * k_head + at, mask=wide, other=0.0)
+    own_value = tl.load(value + row * v_row + head * v_head + at, mask=wide, other=0.0)
     keys += row * c_row + head * c_head
     values += row * c_row + head * c_head
     tl.store(keys + length.to(tl.int64) * c_at + at, own_key, mask=wide)
@@ -89,12 +89,10 @@ def decode_attention(
     out = torch.empty((rows, heads, size), dtype=query.dtype, device=query.device)
     group = heads // shared
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    if key.stride() != value.stride():
-        key, value = key.contiguous(), value.contiguous()
     _decode[(rows, shared)](
         query, key, value, keys, values, lengths, out,
         scaling, 1 << 30 if window is None else window,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), out.stride(0), out.stride(1),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size,
         WIDTH=max(16, triton.next_power_of_2(size)), BLOCK=_BLOCK,
