@@ -1,4 +1,4 @@
-"""What the engine `local` derives from the weights of a version: packed layers, and a packed output head."""
+"""What the engine `local` derives from the weights of a version: packed and joined layers, and a packed output head."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from strop.errors import RunFailure
 from strop.models.consistent import linear_forward
 from strop.models.logprobs import capped, output_head
 from strop.rollout.engines import packed_linear
+from strop.rollout.engines.joined_linear import JoinedLinears
 
 T = TypeVar("T")
 
@@ -22,16 +23,26 @@ class Derived:
     Args:
         packs: hold a second copy of the weights for small matrix products. rows: how many these usually have.
         consistent: logits by the operators of the consistent mode, which are not packed.
+        joins: hold sibling layers once more, joined, for captured steps. Not in the consistent mode.
     """
 
-    def __init__(self, model: nn.Module, *, packs: bool, rows: int, consistent: bool) -> None:
+    def __init__(self, model: nn.Module, *, packs: bool, rows: int, consistent: bool, joins: bool = False) -> None:
         self._model, self._packs, self._rows, self._consistent = model, packs, min(rows, 64), consistent
         self.layers: tuple[int, packed_linear.PackedLinears] | None = None
         self.head: tuple[int, Callable[[Tensor], Tensor]] | None = None
+        self._joins = joins and not consistent
+        # What is used with a version, and what is kept for the next one: graphs hold its addresses.
+        self.joined_layers: tuple[int, JoinedLinears] | None = None
+        self._kept: JoinedLinears | None = None
 
     def drop(self) -> None:
-        """Nothing of it is used again."""
-        self.layers = self.head = None
+        """Nothing of it is used again; joined layers are filled anew, in place."""
+        self.layers = self.head = self.joined_layers = None
+
+    def give_back(self) -> None:
+        """`drop`, and free all memory. Graphs that were captured with joined layers may not be replayed again."""
+        self.drop()
+        self._kept = None
 
     def used(self, version: int) -> AbstractContextManager[Any]:
         """While this is entered the model's layers are those of a version, packed where they are to be."""
@@ -40,6 +51,24 @@ class Derived:
         if self.layers is None:
             self.layers = (version, packed_linear.PackedLinears(self._model, rows=self._rows))
         return _of(self.layers, version).active()
+
+    def joined(self, version: int) -> JoinedLinears | None:
+        """Joined layers with the weights of a version, for captured steps; None where layers are not joined.
+
+        Ask before each replay too: a graph reads whatever the copies hold then.
+        """
+        if not self._joins:
+            return None
+        if self.joined_layers is None:
+            if self._kept is None:
+                self._kept = JoinedLinears(self._model)
+            self._kept.copy()
+            self.joined_layers = (version, self._kept)
+        return _of(self.joined_layers, version, "copied")
+
+    def joined_bytes(self) -> int:
+        """Memory of the joined layers."""
+        return 0 if self._kept is None else self._kept.bytes()
 
     def logits(self, hidden: Tensor, version: int, *, widened: bool = True) -> Tensor:
         """[B, V] float32; in the model's own number format in the consistent mode, and where they need not be
@@ -58,8 +87,8 @@ class Derived:
         return capped(logits, softcap)
 
 
-def _of(made: tuple[int, T], version: int) -> T:
+def _of(made: tuple[int, T], version: int, how: str = "packed") -> T:
     then, value = made
     if then != version:
-        raise RunFailure(f"the engine serves version {version} with weights packed from version {then}")
+        raise RunFailure(f"the engine serves version {version} with weights {how} from version {then}")
     return value
