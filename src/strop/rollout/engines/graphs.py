@@ -8,6 +8,7 @@ A step can be launched before anybody has looked at what the one before it drew:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from strop.models.attention import Scores, running
 from strop.models.blocks import ChangedBlocks
 from strop.models.forward import backbone
+from strop.rollout.engines.joined_linear import JoinedLinears
 from strop.rollout.engines.kv_cache import KVCache
 
 _FEW = (1, 2, 4, 8, 16, 24, 32)
@@ -57,6 +59,7 @@ class GraphDecoder:
         draw: (tokens, log-probabilities) [n] each, from hidden states [n, H], temperatures [n] and the `u` [n] of
             `sampling.draw`, with operations that can be captured.
         compiled: also compile the model's blocks by torch.compile.
+        joined: sibling layers computed together, brought to the current weights; None where they are not.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class GraphDecoder:
         device: torch.device,
         *,
         compiled: bool,
+        joined: Callable[[], JoinedLinears | None] = lambda: None,
     ) -> None:
         self._model, self._cache, self._draw, self._device = model, cache, draw, device
+        self._joined = joined
         self._blocks: Any = None
         if compiled:
             self._blocks = ChangedBlocks(model, compiled=True, recompute=False)
@@ -107,6 +112,7 @@ class GraphDecoder:
                 tokens that it holds.
         """
         count = len(tokens)
+        self._joined()
         for held, given in zip(self._inputs, (tokens, lengths, temperatures, u), strict=True):
             held[:count].copy_(self._staged(given), non_blocking=True)
         if sources is not None:
@@ -157,8 +163,8 @@ class GraphDecoder:
 
     def _compute(self, size: int) -> tuple[Tensor, Tensor]:
         plan = _Step(self._cache, self._lengths[:size])
-        blocks = self._blocks
-        with running(self._model, plan):
+        blocks, joined = self._blocks, self._joined()
+        with running(self._model, plan), nullcontext() if joined is None else joined.active():
             if blocks is None:
                 hidden = self._hidden(size)
             else:

@@ -78,10 +78,12 @@ class LocalEngine:
             raise ValueError("packed weights and compiled blocks compute what the trainer does not")
         can_pack = packed_linear.available(model) and not self._consistent
         packs = can_pack if pack_weights is None else pack_weights
-        self._derived = Derived(model, packs=packs, rows=max_sequences, consistent=self._consistent)
+        self._capture = graphs and capturable(self._device)
+        self._derived = Derived(
+            model, packs=packs, rows=max_sequences, consistent=self._consistent, joins=self._capture
+        )
         self._cache: KVCache | None = None
         self._graphs: Any = None
-        self._capture = graphs and capturable(self._device)
         self._compiled = compiled
         self._recomputes = recomputes
         self._version = 0
@@ -198,10 +200,10 @@ class LocalEngine:
         self._forget_launched()
 
     async def sleep(self) -> None:
-        """Give the cache and the packed weights back; running requests keep what they have and are prefilled again."""
+        """Give the cache and copies of weights back; running requests keep what they have and are prefilled again."""
         self._enter_again()
         self._cache = self._graphs = None
-        self._derived.drop()
+        self._derived.give_back()
 
     def _enter_again(self) -> None:
         """Let running requests wait, with what they have, until they are prefilled anew."""
@@ -224,6 +226,8 @@ class LocalEngine:
         stats, self._stats = self._stats, EngineStats()
         if self._cache is not None:
             stats.extra["kv_cache_bytes"] = float(self._cache.bytes())
+        if joined := self._derived.joined_bytes():
+            stats.extra["joined_bytes"] = float(joined)
         return stats
 
     async def close(self) -> None:
@@ -368,6 +372,7 @@ class LocalEngine:
             drawn = self._decoder().launch(*(x[:count] for x in given), sources)
         except NotCaptured as why:
             self._capture, self._graphs = False, None
+            self._derived.give_back()
             warnings.warn(
                 f"decoding steps are computed without CUDA graphs, which is slower: {why} (rollout.engine.eager: true "
                 "says so from the start)",
@@ -390,6 +395,7 @@ class LocalEngine:
                 self._drawn if self._consistent else self._drawn_in_one_pass,
                 self._device,
                 compiled=self._compiled,
+                joined=lambda: self._derived.joined(self._version),
             )
         return self._graphs  # type: ignore[no-any-return]
 
