@@ -450,8 +450,10 @@ class Run(BaseRun):
         found = super()._held_in_memory()
         if self.critic is not None and self.critic.trainer is not self.trainer:
             found["critic"] = sum(held_parts(self.critic.trainer).values())
-        if cache := self.engine.take_stats().extra.get("kv_cache_bytes"):
-            found["kv cache"] = int(cache)
+        extra = self.engine.take_stats().extra
+        for name, key in (("kv cache", "kv_cache_bytes"), ("joined weights", "joined_bytes")):
+            if held := extra.get(key):
+                found[name] = int(held)
         return found
 
     async def evaluate(self) -> dict[str, float]:
