@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,8 +31,6 @@ def model_of(dtype: torch.dtype) -> Any:
 
 
 async def sampled(model: Any, **options: Any) -> tuple[LocalEngine, list[Any], list[SampleRequest]]:
-    import asyncio
-
     engine = LocalEngine(model, None, eos_ids=(3,), seed=5, context=256, max_sequences=40, **options)
     rng = np.random.default_rng(0)
     prompts = [tuple(int(t) for t in rng.integers(4, 97, n)) for n in (3, 30, 9, 61)]
@@ -62,6 +62,92 @@ async def test_captured_steps_are_those_of_plain_ones(compiled: bool) -> None:
     stream = np.array([*request.tokens, *result.tokens])
     [scores] = score_streams(model, [stream])
     np.testing.assert_allclose(result.logprobs, scores[len(request.tokens) :], atol=1e-4)
+
+
+def families() -> dict[str, Any]:
+    shape: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 512,
+    }  # fmt: skip
+    return {
+        "qwen3": lambda: model_of(torch.float32),
+        "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape)),
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)),
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("compiled", [False, True])
+async def test_joined_layers_have_the_weights_of_each_version_where_graphs_expect_them(
+    family: str, compiled: bool
+) -> None:
+    torch.manual_seed(0)
+    model = families()[family]().to("cuda", torch.float32).eval()
+    engine, found, requests = await sampled(model, compiled=compiled)
+    joined = engine._derived.joined(0)
+    assert joined is not None
+    assert [len(group.layers) for group in joined._groups] == [3, 2] * 2
+    places = [parameter.data_ptr() for group in joined._groups for parameter in group.parameters()]
+    captured = dict(engine._graphs._graphs)
+    decoder, seen = engine._graphs, []
+    # The last time the version stays the same, as when weights are loaded again.
+    for version in (0, 1, 2, 2):
+        if version:
+            draw = torch.Generator("cuda").manual_seed(len(seen))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    noise = torch.randn(parameter.shape, generator=draw, device="cuda")
+                    parameter.add_(noise * 0.02)
+            await engine.update_weights(WeightUpdate(version))
+            found = await asyncio.gather(*(engine.generate(request) for request in requests))
+        _, plain, _ = await sampled(model, graphs=False)
+        for mine, theirs in zip(found, plain, strict=True):
+            assert list(mine.tokens) == list(theirs.tokens)
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
+        seen.append([tuple(one.tokens) for one in found])
+        # Graphs of the first version are replayed for the others, from the same places.
+        assert engine._derived.joined(version) is joined
+        assert [parameter.data_ptr() for group in joined._groups for parameter in group.parameters()] == places
+        assert engine._graphs is decoder
+        assert all(decoder._graphs[size] is entry for size, entry in captured.items())
+    assert all(one != other for one, other in pairwise(seen))
+    await engine.sleep()
+    assert engine._derived.joined_bytes() == 0
+    found = await asyncio.gather(*(engine.generate(request) for request in requests))
+    assert [tuple(one.tokens) for one in found] == seen[-1]
+
+
+async def test_captured_steps_compute_joined_products_and_scores_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+            return func(*args, **(kwargs or {}))
+
+    from strop.rollout.engines.graphs import GraphDecoder
+
+    counts = []
+    compute = GraphDecoder._compute
+
+    def counted(decoder: GraphDecoder, size: int) -> Any:
+        with Products() as products:
+            found = compute(decoder, size)
+        counts.append(products.count)
+        return found
+
+    monkeypatch.setattr(GraphDecoder, "_compute", counted)
+    engine, _, _ = await sampled(model_of(torch.bfloat16))
+    assert engine._graphs is not None
+    # In each of two blocks: q, k and v; o; gate and up; down. Then the output head.
+    assert set(counts) == {2 * 4 + 1}
+    with Products() as products:
+        await engine.score([[3, 4, 5]])
+    assert products.count == 2 * 7 + 1
 
 
 async def test_half_precision_log_probabilities_are_near_the_trainers() -> None:
