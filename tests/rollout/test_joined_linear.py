@@ -530,6 +530,25 @@ async def test_a_version_that_was_announced_past_the_engine_stops_it() -> None:
         await sample(engine)
 
 
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+async def test_a_model_that_cannot_be_captured_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    engine, capture = engine_of(model, joins=True), graphs.GraphDecoder._capture
+
+    def few_rows_only(decoder: graphs.GraphDecoder, size: int) -> Any:
+        if size > 2:
+            raise ValueError("too many rows")
+        return capture(decoder, size)
+
+    monkeypatch.setattr(graphs.GraphDecoder, "_capture", few_rows_only)
+    await engine.generate(SampleRequest((5, 6, 7), SampleSettings(3), (1,)))
+    assert engine._derived.joined_bytes() > 0
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs.*too many rows"):
+        found = await sample(engine)
+    same(found, await sample(engine_of(model, joins=False)))
+    assert engine._derived.joined_bytes() == 0
+
+
 async def test_no_layer_is_joined_on_a_cpu() -> None:
     engine = engine_of(make(), joins=False)
     await sample(engine)
