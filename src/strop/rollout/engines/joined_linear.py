@@ -70,21 +70,22 @@ class _Joined(nn.Module):
         super().__init__()
         # Not as modules of this one.
         self.layers = tuple(layers)
-        self.sizes = tuple(layer.out_features for layer in layers)
+        self.sizes = [layer.out_features for layer in layers]
         first, rows = layers[0], sum(self.sizes)
         self.weight = nn.Parameter(first.weight.new_empty((rows, first.in_features)), requires_grad=False)
-        bias = None if first.bias is None else nn.Parameter(first.bias.new_empty(rows), requires_grad=False)
-        self.register_parameter("bias", bias)
+        self.bias: nn.Parameter | None = None
+        if first.bias is not None:
+            self.bias = nn.Parameter(first.bias.new_empty(rows), requires_grad=False)
         # The newest input, and what nobody has taken of its product; None when everybody has.
         self.input: Tensor | None = None
         self.parts: list[Tensor | None] = []
 
     @torch.no_grad()
     def copy(self) -> None:
-        for weight, layer in zip(self.weight.split(self.sizes), self.layers, strict=True):
+        for weight, layer in zip(torch.split(self.weight, self.sizes), self.layers, strict=True):
             weight.copy_(layer.weight)
         if self.bias is not None:
-            for bias, layer in zip(self.bias.split(self.sizes), self.layers, strict=True):
+            for bias, layer in zip(torch.split(self.bias, self.sizes), self.layers, strict=True):
                 bias.copy_(layer.bias)
 
     def forward(self, input: Tensor, number: int) -> Tensor:
@@ -92,8 +93,10 @@ class _Joined(nn.Module):
         part = self.parts[number] if self.input is input else None
         if part is None:
             self.input = input
-            self.parts = list(nn.functional.linear(input, self.weight, self.bias).split(self.sizes, dim=-1))
+            product = nn.functional.linear(input, self.weight, self.bias)
+            self.parts = list(torch.split(product, self.sizes, dim=-1))
             part = self.parts[number]
+            assert part is not None
         self.parts[number] = None
         if all(other is None for other in self.parts):
             self.forget()
@@ -117,7 +120,7 @@ def _siblings(model: nn.Module) -> Iterator[tuple[nn.Linear, ...]]:
     device = next(model.parameters()).device
     for module in backbone(model).modules():
         for names in SIBLINGS:
-            layers = [getattr(module, name, None) for name in names]
+            layers: list[Any] = [getattr(module, name, None) for name in names]
             if all(_plain(layer, device, uses) for layer in layers) and _fit(layers):
                 yield tuple(layers)
 
