@@ -366,10 +366,10 @@ class LocalEngine:
         """A captured step of the running rows, begun; None where the model cannot be captured."""
         assert self._cache is not None
         count, draws, lengths = len(self._running), self._draws, self._cache.lengths
-        given = (draws.last, lengths, draws.temperatures, uniforms(draws.keys[:count], draws.positions[:count]))
+        u = uniforms(draws.keys[:count], draws.positions[:count])
         sources = None if before is None else before.sources(self._running)
         try:
-            drawn = self._decoder().launch(*(x[:count] for x in given), sources)
+            drawn = self._decoder().launch(draws.last[:count], lengths[:count], draws.temperatures[:count], u, sources)
         except NotCaptured as why:
             self._capture, self._graphs = False, None
             self._derived.give_back()
@@ -397,7 +397,7 @@ class LocalEngine:
                 compiled=self._compiled,
                 joined=lambda: self._derived.joined(self._version),
             )
-        return self._graphs  # type: ignore[no-any-return]
+        return self._graphs
 
     def _take(self, first: int, hidden: Tensor) -> None:
         """Draw a token for each row from `first` on, given hidden states [n, H]."""
@@ -469,9 +469,7 @@ class LocalEngine:
         ids = torch.from_numpy(input_ids).to(self._device)[None]
         positions = torch.from_numpy(position_ids).to(self._device)[None]
         with running(self._model, plan):
-            return backbone(self._model)(  # type: ignore[no-any-return]
-                input_ids=ids, position_ids=positions, use_cache=False
-            ).last_hidden_state[0]
+            return backbone(self._model)(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
 
     def _without_dropout(self) -> None:
         if self._model.training:
