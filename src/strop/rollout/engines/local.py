@@ -371,6 +371,8 @@ class LocalEngine:
         try:
             drawn = self._decoder().launch(draws.last[:count], lengths[:count], draws.temperatures[:count], u, sources)
         except NotCaptured as why:
+            if before is not None:
+                before.drawn.wait()
             self._capture, self._graphs = False, None
             self._derived.give_back()
             warnings.warn(
