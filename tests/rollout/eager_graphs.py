@@ -21,11 +21,20 @@ class EagerDecoder(graphs.GraphDecoder):
 
 
 class Replayed:
+    """Computes again what was captured, from the joined layers that were captured: nobody brings new weights to them
+    meanwhile."""
+
     def __init__(self, decoder: EagerDecoder, size: int, held: tuple[Tensor, Tensor]) -> None:
         self._decoder, self._size, self._held = decoder, size, held
+        self._copies = decoder._joined()
 
     def replay(self) -> None:
-        for tensor, found in zip(self._held, self._decoder._compute(self._size), strict=True):
+        asks, self._decoder._joined = self._decoder._joined, lambda: self._copies
+        try:
+            drawn = self._decoder._compute(self._size)
+        finally:
+            self._decoder._joined = asks
+        for tensor, found in zip(self._held, drawn, strict=True):
             tensor.copy_(found)
 
 

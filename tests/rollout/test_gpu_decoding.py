@@ -117,7 +117,7 @@ async def test_joined_layers_have_the_weights_of_each_version_where_graphs_expec
     assert [tuple(one.tokens) for one in found] == seen[-1]
 
 
-async def test_captured_steps_compute_joined_products_and_scores_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_captured_steps_and_scores_compute_joined_products(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Products(TorchDispatchMode):
@@ -147,7 +147,7 @@ async def test_captured_steps_compute_joined_products_and_scores_do_not(monkeypa
     assert set(counts) == {2 * 4 + 1}
     with Products() as products:
         await engine.score([[3, 4, 5]])
-    assert products.count == 2 * 7 + 1
+    assert products.count == 2 * 4 + 1
 
 
 async def test_half_precision_log_probabilities_are_near_the_trainers() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from eager_graphs import EagerDecoder, capture_on_a_cpu
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,14 +24,13 @@ from strop.errors import RunFailure
 from strop.models.attention import running
 from strop.models.blocks import ChangedBlocks
 from strop.models.consistent_mode import make_consistent
-from strop.models.forward import backbone, packed_inputs
+from strop.models.forward import backbone, packed_inputs, score_streams
 from strop.models.layout import pack
 from strop.models.load import add_lora
 from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings, WeightUpdate
-from strop.rollout.engines import graphs, joined_linear
+from strop.rollout.engines import joined_linear
 from strop.rollout.engines.derived import Derived
 from strop.rollout.engines.joined_linear import JoinedLinears
-from strop.rollout.engines.kv_cache import Decode
 from strop.rollout.engines.local import LocalEngine
 
 LAYERS = 3
@@ -426,48 +426,13 @@ def test_the_consistent_mode() -> None:
 # In the engine.
 
 
-class Graph:
-    """In the place of a CUDA graph: a replay computes again what was captured, from the copies that were captured,
-    and nobody brings new weights to them."""
-
-    def __init__(self, decoder: graphs.GraphDecoder, size: int) -> None:
-        self._decoder, self._size = decoder, size
-        self._copies = decoder._joined()
-        self.drawn, self.logprobs = decoder._compute(size)
-
-    def replay(self) -> None:
-        asks, self._decoder._joined = self._decoder._joined, lambda: self._copies
-        drawn, logprobs = self._decoder._compute(self._size)
-        self._decoder._joined = asks
-        self.drawn.copy_(drawn)
-        self.logprobs.copy_(logprobs)
-
-
 @pytest.fixture
 def graphs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def capture(decoder: graphs.GraphDecoder, size: int) -> Any:
-        graph = Graph(decoder, size)
-        return graph, graph.drawn, graph.logprobs
-
-    def attend(step: Any, *given: Any) -> Tensor:
-        lengths, held = step._lengths.numpy().astype(np.int64), step._cache.lengths
-        step._cache.lengths = lengths
-        try:
-            return Decode(step._cache, len(lengths), torch.device("cpu")).attend(*given)
-        finally:
-            step._cache.lengths = held
-
-    monkeypatch.setattr(graphs.GraphDecoder, "_capture", capture)
-    monkeypatch.setattr(graphs._Step, "attend", attend)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    capture_on_a_cpu(monkeypatch)
 
 
 def engine_of(model: Any, *, joins: bool) -> LocalEngine:
-    engine = LocalEngine(model, None, eos_ids=(), seed=3, context=64, max_sequences=4, pack_weights=False)
-    if joins:
-        engine._capture = engine._derived._joins = True
-        engine._drawn_in_one_pass = engine._drawn  # type: ignore[method-assign]
-    return engine
+    return LocalEngine(model, None, eos_ids=(), seed=3, context=64, max_sequences=4, pack_weights=False, graphs=joins)
 
 
 async def sample(engine: LocalEngine) -> list[SampleResult]:
@@ -533,14 +498,14 @@ async def test_a_version_that_was_announced_past_the_engine_stops_it() -> None:
 @pytest.mark.usefixtures("graphs_on_a_cpu")
 async def test_a_model_that_cannot_be_captured_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
-    engine, capture = engine_of(model, joins=True), graphs.GraphDecoder._capture
+    engine, capture = engine_of(model, joins=True), EagerDecoder._capture
 
-    def few_rows_only(decoder: graphs.GraphDecoder, size: int) -> Any:
+    def few_rows_only(decoder: EagerDecoder, size: int) -> Any:
         if size > 2:
             raise ValueError("too many rows")
         return capture(decoder, size)
 
-    monkeypatch.setattr(graphs.GraphDecoder, "_capture", few_rows_only)
+    monkeypatch.setattr(EagerDecoder, "_capture", few_rows_only)
     await engine.generate(SampleRequest((5, 6, 7), SampleSettings(3), (1,)))
     assert engine._derived.joined_bytes() > 0
     with pytest.warns(RuntimeWarning, match="without CUDA graphs.*too many rows"):
@@ -557,7 +522,7 @@ async def test_no_layer_is_joined_on_a_cpu() -> None:
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
-async def test_prefill_and_scores_are_computed_by_the_layers_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prefill_is_computed_by_the_layers_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(make(), joins=True)
     await sample(engine)
 
@@ -565,7 +530,22 @@ async def test_prefill_and_scores_are_computed_by_the_layers_themselves(monkeypa
         raise AssertionError("a joined product")
 
     monkeypatch.setattr(joined_linear._Joined, "forward", refuse)
-    await engine.score([[3, 4, 5]])
     await engine.generate(SampleRequest((3, 4), SampleSettings(1), (9,)))
     with pytest.raises(RunFailure, match="a joined product"):
         await engine.generate(SampleRequest((3, 4), SampleSettings(2), (9,)))
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+async def test_the_proof_of_delivery_finds_copies_of_older_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    engine = engine_of(model, joins=True)
+    probe = [[3, 4, 5, 6, 7], [9, 8, 7]]
+    for version in range(1, 4):
+        shake(model)
+        if version == 3:
+            monkeypatch.setattr(joined_linear.JoinedLinears, "copy", lambda _: None)
+        await engine.update_weights(WeightUpdate(version))
+        found = await engine.score(probe)
+        expected = score_streams(model, [np.asarray(tokens) for tokens in probe])
+        gap = max(np.abs(mine[1:] - theirs[1:]).max() for mine, theirs in zip(found, expected, strict=True))
+        assert (gap < 1e-4) == (version < 3)

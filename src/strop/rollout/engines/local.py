@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,10 @@ class LocalEngine:
         self._without_dropout()
         with torch.no_grad():
             inputs = packed_inputs(pack(streams), [np.arange(len(s)) > 0 for s in streams], self._device)
-            with running(self._model, inputs.attention), self._derived.used(self._version):
+            # Of joined layers too: what is sampled with must be what the proof of delivery sees.
+            joined = self._derived.joined(self._version)
+            joins = nullcontext() if joined is None else joined.active()
+            with running(self._model, inputs.attention), self._derived.used(self._version), joins:
                 hidden = backbone(self._model)(
                     input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
                 ).last_hidden_state[0]
