@@ -18,7 +18,7 @@ from strop.loops.online import open_run
 from strop.loops.step_record import episode_columns
 from strop.tracking import episodes
 from strop.tracking.episodes import (
-    Columns,
+    EpisodeColumns,
     EpisodeRecord,
     EpisodeWriter,
     columns_of,
@@ -33,7 +33,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
-def one(sample: int) -> Columns:
+def one(sample: int) -> EpisodeColumns:
     tokens, mask = np.arange(3), np.ones(3, dtype=bool)
     return columns_of([EpisodeRecord(0, sample, "row-0", "a", "b", None, "stop", 1.0, None, tokens, mask)])
 
@@ -144,6 +144,11 @@ def test_what_belongs_to_another_sequence_is_not_written(tmp_path: Path) -> None
     streams: Any = [(episode, stream(2)), (episode, stream(3))]
     records = records_of(episode_columns(streams, batch(2, 3), [], prompts))  # type: ignore[arg-type]
     assert [one.advantages.tolist() for one in records if one.advantages is not None] == [[0, 1], [2, 3, 4]]
+    failed: Any = SimpleNamespace(**vars(episode), streams=lambda: [stream(4)])
+    records = records_of(episode_columns(streams, batch(2, 3), [failed], prompts))  # type: ignore[arg-type]
+    assert [len(one.tokens) for one in records] == [2, 3, 4]
+    assert [None if one.advantages is None else one.advantages.tolist() for one in records] == [[0, 1], [2, 3, 4], None]
+    assert [one.trainer_logprobs is None for one in records] == [False, False, True]
     for lengths in ((3, 2), (3, 3), (2, 3, 4), (2,)):
         with pytest.raises(ValueError, match=r"entries for|argument"):
             episode_table(episode_columns(streams, batch(*lengths), [], prompts))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import subprocess
@@ -19,9 +20,12 @@ from hypothesis import strategies as st
 
 from strop.tracking.episodes import (
     EpisodeRecord,
+    columns_of,
     drop_episodes_after,
+    episode_table,
     episodes_file,
     read_episodes,
+    records_of,
     schema,
     write_episodes,
 )
@@ -120,6 +124,25 @@ def test_what_is_written_is_read(given_records: list[EpisodeRecord]) -> None:
         np.testing.assert_equal(dict(after.components), dict(before.components))
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(records(), max_size=5))
+def test_field_by_field_they_are_the_same(given_records: list[EpisodeRecord]) -> None:
+    table = episode_table(columns_of(given_records))
+    again = records_of(columns_of(given_records))
+    assert episode_table(columns_of(again)).equals(table)
+    for before, after in zip(given_records, again, strict=True):
+        for name in ARRAYS:
+            np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_columns_with_a_number_too_many_are_refused(name: str) -> None:
+    columns = columns_of([record(), record(4)])
+    columns.arrays[name] = np.append(columns.arrays[name], columns.arrays[name][-1])
+    with pytest.raises(ValueError, match="10"):
+        episode_table(columns)
+
+
 def test_other_tools_see_the_documented_columns(tmp_path: Path) -> None:
     path = episodes_file(tmp_path / "episodes", 12)
     write_episodes(path, [record(), record(status="verifier_error", reward=math.nan, correct=None, components={})])
@@ -192,6 +215,16 @@ def test_a_row_with_values_json_does_not_know(tmp_path: Path) -> None:
     write_episodes(tmp_path / "e.parquet", [record(row={"path": Path("a/b"), "answer": 85})])
     (found,) = read_episodes(tmp_path / "e.parquet")
     assert found.row == {"path": "a/b", "answer": 85}
+
+
+def test_rows_that_share_what_they_hold(tmp_path: Path) -> None:
+    # As the rows of a group do, whatever a reward writes into one of them.
+    text, tests = "x" * 9, [1, 2]
+    rows: list[dict[str, Any]] = [{"a": text, "b": tests}, {"a": text, "b": tests}, {"b": tests, "a": text}]
+    rows += [{"a": text, "b": one} for one in (1, True, 1.0, [1, 2])] + [{"a": text}, {"a": tests, "b": text}, {}]
+    write_episodes(tmp_path / "e.parquet", [record(row=row) for row in rows])
+    found = [one["row"] for one in parquet.read_table(tmp_path / "e.parquet").to_pylist()]
+    assert found == [json.dumps(row) for row in rows]
 
 
 def test_a_kill_in_the_middle_leaves_the_last_whole_file(tmp_path: Path) -> None:

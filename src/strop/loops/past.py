@@ -21,7 +21,7 @@ from strop.loops.step_batch import Chosen
 from strop.rollout.episode import Episode, Group, TokenStream
 from strop.rollout.kept_groups import as_arrays, from_arrays
 from strop.rollout.past_groups import PastGroup, PastGroups, oldest_version
-from strop.tracking.episodes import Columns
+from strop.tracking.episodes import EpisodeColumns
 
 Trained = Sequence[tuple[Episode, TokenStream]]
 """The episode and the stream that each sequence of a batch is."""
@@ -102,9 +102,10 @@ class Past:
         found = {"staleness/max": float(fresh.max()), "staleness/mean": float(fresh.mean())} if len(fresh) else {}
         return found | ({"window/past_age_mean": float(past.mean())} if len(past) else {})
 
-    def mark(self, episodes: Columns) -> Columns:
+    def mark(self, episodes: EpisodeColumns) -> EpisodeColumns:
         """The episodes of a step; those of past groups say so."""
-        return {**episodes, "past": [number in self._numbers for number in episodes["group"]]}
+        episodes.values["past"] = [number in self._numbers for number in episodes.values["group"]]
+        return episodes
 
     def arrays(self) -> dict[str, np.ndarray] | None:
         """What a checkpoint keeps; None for nothing."""

@@ -36,7 +36,7 @@ from strop.rollout.episode import Episode, Group, TokenStream
 from strop.rollout.journal import Journal
 from strop.rollout.recorded import RecordedCollector
 from strop.tracking.display import Display, StepView
-from strop.tracking.episodes import Columns, EpisodeWriter, beside, episodes_file
+from strop.tracking.episodes import EpisodeColumns, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
 from strop.training.holdings import held_parts
 from strop.training.snapshot import Held
@@ -266,7 +266,7 @@ class Run(BaseRun):
             self._files.write(path, self.step_episodes(batch))
             compared = self.collector.baselines | self.past.baselines
             others = columns_beside(compared, self.collector.discarded, self._texts)
-            if others["group"]:
+            if others.lengths:
                 self._files.write(beside(path), others)
         self.metrics.log(self.step, metrics)
         # Behind the line of this step, so that whoever goes on from the evaluated one and evaluates anew drops it.
@@ -319,7 +319,7 @@ class Run(BaseRun):
             "bubble/engine": idle / seconds,
         }
 
-    def step_episodes(self, batch: TokenBatch) -> Columns:
+    def step_episodes(self, batch: TokenBatch) -> EpisodeColumns:
         """The episodes of the step that was trained last, token by token."""
         return self.past.mark(episode_columns(self._trained, batch, self._left_out, self._texts))
 

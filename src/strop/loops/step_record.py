@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from strop.data.rollouts import RolloutDataset
 from strop.data.rows import row_number
 from strop.rollout.episode import Episode, Group, Status, TokenStream
 from strop.tracking.display import Sample
+from strop.tracking.episodes import EpisodeColumns
 
 
 def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str, float]:
@@ -59,26 +59,29 @@ def episode_columns(
     batch: TokenBatch | None,
     failed: Sequence[Episode],
     prompts: PromptTexts,
-) -> dict[str, list[Any]]:
-    """What `EpisodeRecord` holds of each trained stream, in the order of the batch, then of those of failed episodes.
+) -> EpisodeColumns:
+    """Each trained stream, in the order of the batch, then those of failed episodes.
 
     Args:
         streams: what was trained. batch: made of them, with advantages and the trainer's log-probabilities.
         failed: episodes that were left out.
+
+    Raises:
+        ValueError: the batch is made of something else.
     """
     columns = _columns([*streams, *_streams(failed)], prompts)
     if batch is not None and batch.advantages is not None:
-        edges = list(pairwise([0, *np.cumsum(batch.lengths().numpy()).tolist()]))
-        computed = {"advantages": batch.advantages, "trainer_logprobs": batch.extra["logprobs"]}
-        for name, values in computed.items():
-            numbers = values.numpy()
-            columns[name][: len(streams)] = [numbers[start:end] for _, (start, end) in zip(streams, edges, strict=True)]
+        if batch.lengths().tolist() != columns.lengths[: len(streams)]:
+            raise ValueError("the batch has entries for other streams than these")
+        for name, numbers in (("advantages", batch.advantages), ("trainer_logprobs", batch.extra["logprobs"])):
+            columns.arrays[name] = numbers.numpy()
+            columns.without[name][: len(streams)] = False
     return columns
 
 
 def columns_beside(
     baselines: Mapping[int, Episode], discarded: Sequence[Group], prompts: PromptTexts
-) -> dict[str, list[Any]]:
+) -> EpisodeColumns:
     """The same of what was sampled for a step beside its groups: baselines, then the groups that were replaced, in the
     order in which they were."""
     compared = [baselines[number] for number in sorted(baselines)]
@@ -121,12 +124,11 @@ def _streams(episodes: Sequence[Episode]) -> list[tuple[Episode, TokenStream]]:
     return [(episode, stream) for episode in episodes for stream in episode.streams()]
 
 
-def _columns(streams: Sequence[tuple[Episode, TokenStream]], prompts: PromptTexts) -> dict[str, list[Any]]:
-    """A dictionary of lists takes a third of the time of an object for each, of which a step has hundreds."""
-    episodes = [episode for episode, _ in streams]
+def _columns(given: Sequence[tuple[Episode, TokenStream]], prompts: PromptTexts) -> EpisodeColumns:
+    episodes, streams = [episode for episode, _ in given], [stream for _, stream in given]
     names = [episode.prompt_id for episode in episodes]
     texts = {name: prompts.text(name) for name in set(names)}
-    return {
+    values: dict[str, Sequence[Any]] = {
         "group": [episode.group for episode in episodes],
         "sample": [episode.sample for episode in episodes],
         "prompt_id": names,
@@ -136,18 +138,26 @@ def _columns(streams: Sequence[tuple[Episode, TokenStream]], prompts: PromptText
         "status": [str(episode.status) for episode in episodes],
         "reward": [episode.reward for episode in episodes],
         "correct": [episode.correct for episode in episodes],
-        "tokens": [stream.tokens for _, stream in streams],
-        "loss_mask": [stream.loss_mask for _, stream in streams],
-        "sampler_logprobs": [stream.logprobs for _, stream in streams],
-        "trainer_logprobs": [None] * len(streams),
-        "advantages": [None] * len(streams),
-        "versions": [stream.versions for _, stream in streams],
         "components": [episode.components for episode in episodes],
         "detail": [episode.detail for episode in episodes],
         "row": [episode.row for episode in episodes],
-        "stream": [0] * len(streams),
-        "past": [False] * len(streams),
+        "stream": [0] * len(episodes),
+        "past": [False] * len(episodes),
     }
+    arrays = {
+        "tokens": _end_to_end([stream.tokens for stream in streams], np.int32),
+        "loss_mask": _end_to_end([stream.loss_mask for stream in streams], np.bool_),
+        "sampler_logprobs": _end_to_end([stream.logprobs for stream in streams], np.float32),
+        "versions": _end_to_end([stream.versions for stream in streams], np.int32),
+        "advantages": np.zeros(0, dtype=np.float32),
+        "trainer_logprobs": np.zeros(0, dtype=np.float32),
+    }
+    without = {name: np.ones(len(streams), dtype=np.bool_) for name in ("advantages", "trainer_logprobs")}
+    return EpisodeColumns([len(stream.tokens) for stream in streams], values, arrays, without)
+
+
+def _end_to_end(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype=dtype), *parts], dtype=dtype, casting="unsafe")
 
 
 def _is_flat(group: Group) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,18 +58,61 @@ class EpisodeRecord:
     past: bool = False
 
 
-Columns = Mapping[str, Sequence[Any]]
-"""Episodes field by field: under the name of each field of `EpisodeRecord`, the values of all of them."""
+@dataclass
+class EpisodeColumns:
+    """N records field by field: a file is made of this, and a step of hundreds of episodes needs no object for each.
+
+    lengths: [N] tokens of each. values: N values of each field of `EpisodeRecord` that is not an array, under its name.
+    arrays: of each field that is one, the numbers of all records end to end, of those left out that have none.
+    without: which have none ([N] bool), for each array that some lack.
+    """
+
+    lengths: list[int]
+    values: dict[str, Sequence[Any]]
+    arrays: dict[str, np.ndarray]
+    without: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def columns_of(records: Sequence[EpisodeRecord]) -> Columns:
-    """The same, field by field."""
-    return {one.name: [getattr(record, one.name) for record in records] for one in fields(EpisodeRecord)}
+def columns_of(records: Sequence[EpisodeRecord]) -> EpisodeColumns:
+    """The same, field by field.
+
+    Raises:
+        ValueError: an array's length differs from the number of tokens of its record.
+    """
+    found = EpisodeColumns([len(record.tokens) for record in records], {}, {})
+    for name in (one.name for one in fields(EpisodeRecord)):
+        values = [getattr(record, name) for record in records]
+        if name not in _PER_TOKEN:
+            found.values[name] = values
+            continue
+        missing = np.array([value is None for value in values], dtype=np.bool_)
+        parts = [(np.asarray(v), n) for v, n in zip(values, found.lengths, strict=True) if v is not None]
+        for part, length in parts:
+            if part.shape != (length,):
+                entries = f"{len(part)} entries" if part.ndim == 1 else f"the shape {list(part.shape)}"
+                raise ValueError(f"{name} has {entries} for {length} tokens")
+        empty = np.zeros(0, dtype=_PER_TOKEN[name])
+        found.arrays[name] = np.concatenate(
+            [empty, *(part for part, _ in parts)], dtype=_PER_TOKEN[name], casting="unsafe"
+        )
+        if missing.any():
+            found.without[name] = missing
+    return found
 
 
-def records_of(columns: Columns) -> list[EpisodeRecord]:
-    """The same, one by one."""
-    return [EpisodeRecord(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+def records_of(columns: EpisodeColumns) -> list[EpisodeRecord]:
+    """The same, one by one; their arrays are cuts of the given ones."""
+    records = [
+        EpisodeRecord(**dict(zip(columns.values, values, strict=True)), tokens=_NONE, loss_mask=_NONE)
+        for values in zip(*columns.values.values(), strict=True)
+    ]
+    for name, numbers in columns.arrays.items():
+        at = 0
+        missing = columns.without.get(name, [False] * len(records))
+        for record, length, none in zip(records, columns.lengths, missing, strict=True):
+            setattr(record, name, None if none else numbers[at : at + length])
+            at += 0 if none else length
+    return records
 
 
 @cache
@@ -164,11 +206,10 @@ class EpisodeWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="strop-episodes")
         self._last: Future[None] | None = None
 
-    def write(self, path: Path, columns: Columns) -> None:
-        """Begin to write, as `write_episodes` does, when the file before is there.
+    def write(self, path: Path, columns: EpisodeColumns) -> None:
+        """Begin to write, as `write_episodes` does, when the file before is there. Nobody may change the arrays.
 
         Raises:
-            ValueError: an array's length differs from the number of tokens of its record.
             OSError: the file before could not be written.
         """
         self.wait()
@@ -197,7 +238,7 @@ def read_episodes(path: Path) -> list[EpisodeRecord]:
     import pyarrow.parquet as parquet
 
     table = parquet.read_table(path).combine_chunks()
-    arrays = {name: _split(table.column(name)) for name in ("tokens", "loss_mask", *_PER_TOKEN)}
+    arrays = {name: _split(table.column(name)) for name in _PER_TOKEN}
     plain = [name for name in table.column_names if name not in arrays]
     records = []
     for index, values in enumerate(table.select(plain).to_pylist()):
@@ -228,54 +269,42 @@ _REPEATED = [
 """Columns of which a dictionary makes less. One of log-probabilities takes as long to make as everything else does, and
 is larger than they are; of advantages and versions, long rows of the same number, little is left without one."""
 _PER_TOKEN = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
     "sampler_logprobs": np.float32,
     "trainer_logprobs": np.float32,
     "advantages": np.float32,
     "versions": np.int32,
 }
+_NONE = np.zeros(0)
 
 
-def episode_table(given: Columns) -> pa.Table:
-    """What a file of episodes holds, in the columns of `schema`.
-
-    Raises:
-        ValueError: an array's length differs from the number of tokens of its record.
-    """
+def episode_table(episodes: EpisodeColumns) -> pa.Table:
+    """What a file of episodes holds, in the columns of `schema`."""
     import pyarrow as pa
 
     wanted = schema()
-    lengths = [len(tokens) for tokens in given["tokens"]]
-    mask = _flat(given["loss_mask"], lengths, np.bool_, "loss_mask")
-    columns: dict[str, Any] = {
-        "tokens": _lists(_flat(given["tokens"], lengths, np.int32, "tokens"), lengths),
-        "loss_mask": _lists(mask, lengths),
-    }
-    for name, dtype in _PER_TOKEN.items():
-        parts = given[name]
-        known = [part is not None for part in parts]
-        shown = [length if there else 0 for length, there in zip(lengths, known, strict=True)]
-        flat = _flat(list(compress(parts, known)), list(compress(lengths, known)), dtype, name)
-        hidden = None
-        if name.endswith("logprobs"):
-            hidden = ~(mask if all(known) else mask[np.repeat(known, lengths)]) | np.isnan(flat)
-        columns[name] = _lists(flat, shown, hidden=hidden, missing=None if all(known) else ~np.array(known))
+    lengths, inside = np.array(episodes.lengths, dtype=np.int64), episodes.arrays["loss_mask"]
+    columns: list[pa.Array] = []
     for name in wanted.names:
-        if name not in columns:
-            values: Sequence[Any] = _in_json(given[name]) if name == "row" else given[name]
-            if (cell := _CELLS.get(name)) is not None:
-                values = [cell(value) for value in values]
-            columns[name] = _plain(values, wanted.field(name).type)
-    return pa.table([columns[name] for name in wanted.names], schema=wanted)
-
-
-def _flat(parts: Sequence[Any], lengths: Sequence[int], dtype: type, name: str) -> np.ndarray:
-    arrays = [np.asarray(part) for part in parts]
-    shapes = [array.shape for array in arrays]
-    if shapes != [(length,) for length in lengths]:
-        shape, length = next((s, n) for s, n in zip(shapes, lengths, strict=True) if s != (n,))
-        found = f"{shape[0]} entries" if len(shape) == 1 else f"the shape {list(shape)}"
-        raise ValueError(f"{name} has {found} for {length} tokens")
-    return np.concatenate([np.zeros(0, dtype=dtype), *arrays], dtype=dtype, casting="unsafe")
+        if name in _PER_TOKEN:
+            numbers = episodes.arrays[name].astype(_PER_TOKEN[name], copy=False)
+            missing = episodes.without.get(name)
+            if missing is not None and not missing.any():
+                missing = None
+            hidden = None
+            if name.endswith("logprobs"):
+                mask = inside if missing is None else inside[np.repeat(~missing, lengths)]
+                hidden = ~mask | np.isnan(numbers)
+            columns.append(_lists(numbers, lengths, hidden=hidden, missing=missing))
+            continue
+        values = episodes.values[name]
+        if name == "row":
+            values = _in_json(values)
+        elif (cell := _CELLS.get(name)) is not None:
+            values = [cell(value) for value in values]
+        columns.append(_plain(values, wanted.field(name).type))
+    return pa.table(columns, schema=wanted)
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -286,15 +315,22 @@ def _list_of(kind: pa.DataType) -> pa.DataType:
 
 
 def _lists(
-    values: np.ndarray, lengths: Sequence[int], *, hidden: np.ndarray | None = None, missing: np.ndarray | None = None
+    values: np.ndarray, lengths: np.ndarray, *, hidden: np.ndarray | None = None, missing: np.ndarray | None = None
 ) -> pa.Array:
-    """A list array from flat values; `hidden` values and `missing` lists are null."""
+    """A list array from flat values; `hidden` values and `missing` lists are null.
+
+    Raises:
+        ValueError: there are more values than the lists hold, or fewer.
+    """
     import pyarrow as pa
 
-    offsets = pa.array(np.cumsum([0, *lengths]).astype(np.int32))
+    sizes = lengths if missing is None else np.where(missing, 0, lengths)
+    offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    if len(values) != offsets[-1]:
+        raise ValueError(f"{len(values)} entries for {offsets[-1]} tokens")
     mask = None if missing is None else pa.array(missing)
     flat = pa.array(values, mask=hidden)
-    return pa.ListArray.from_arrays(offsets, flat, type=_list_of(flat.type), mask=mask)
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=_list_of(flat.type), mask=mask)
 
 
 def _number(value: float) -> float | None:
