@@ -102,17 +102,13 @@ def columns_of(records: Sequence[EpisodeRecord]) -> EpisodeColumns:
 
 def records_of(columns: EpisodeColumns) -> list[EpisodeRecord]:
     """The same, one by one; their arrays are cuts of the given ones."""
-    records = [
-        EpisodeRecord(**dict(zip(columns.values, values, strict=True)), tokens=_NONE, loss_mask=_NONE)
-        for values in zip(*columns.values.values(), strict=True)
-    ]
+    values = dict(columns.values)
     for name, numbers in columns.arrays.items():
-        at = 0
-        missing = columns.without.get(name, [False] * len(records))
-        for record, length, none in zip(records, columns.lengths, missing, strict=True):
-            setattr(record, name, None if none else numbers[at : at + length])
-            at += 0 if none else length
-    return records
+        missing = columns.without.get(name, np.zeros(len(columns.lengths), dtype=np.bool_))
+        ends = np.cumsum(np.where(missing, 0, columns.lengths), dtype=np.int64)
+        each = zip(columns.lengths, ends, missing, strict=True)
+        values[name] = [None if none else numbers[end - length : end] for length, end, none in each]
+    return [EpisodeRecord(**dict(zip(values, one, strict=True))) for one in zip(*values.values(), strict=True)]
 
 
 @cache
@@ -213,8 +209,8 @@ class EpisodeWriter:
             OSError: the file before could not be written.
         """
         self.wait()
-        # Not in the thread: it would need the interpreter for that, and so does the loop, which runs meanwhile. To hand
-        # it back and forth takes longer than the table does. What is left to the thread lets go of it.
+        # The table is not made in the thread: that needs the interpreter, as does the loop, which runs meanwhile, and
+        # to hand it back and forth costs nearly as much again. To write it does not.
         self._last = self._thread.submit(write_table, path, episode_table(columns))
 
     def wait(self) -> None:
@@ -276,7 +272,6 @@ _PER_TOKEN = {
     "advantages": np.float32,
     "versions": np.int32,
 }
-_NONE = np.zeros(0)
 
 
 def episode_table(episodes: EpisodeColumns) -> pa.Table:
