@@ -264,7 +264,7 @@ _REPEATED = [
 ]
 """Columns of which a dictionary makes less. One of log-probabilities takes as long to make as everything else does, and
 is larger than they are; of advantages and versions, long rows of the same number, little is left without one."""
-_PER_TOKEN = {
+_PER_TOKEN: dict[str, type[np.generic]] = {
     "tokens": np.int32,
     "loss_mask": np.bool_,
     "sampler_logprobs": np.float32,
