@@ -255,6 +255,97 @@ async def test_a_step_is_launched_before_the_last_one_is_waited_for(
     assert did == ([] if steps == "plain" else ["launch", *["launch", "wait"] * 4, "wait"])
 
 
+@pytest.fixture
+def computing(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The steps that a GPU may still compute: they were launched, and nobody has waited for them."""
+    found: set[int] = set()
+    made, wait = graphs.Drawn.__init__, graphs.Drawn.wait
+
+    def noted(drawn: graphs.Drawn, *given: Any) -> None:
+        made(drawn, *given)
+        found.add(id(drawn))
+
+    def waited(drawn: graphs.Drawn) -> Any:
+        found.discard(id(drawn))
+        return wait(drawn)
+
+    monkeypatch.setattr(graphs.Drawn, "__init__", noted)
+    monkeypatch.setattr(graphs.Drawn, "wait", waited)
+    return found
+
+
+@pytest.mark.parametrize("steps", ["captured"], indirect=True)
+@pytest.mark.parametrize("how", ["sleep", "abort", "failure", "no capture"])
+async def test_graphs_are_given_back_when_nothing_computes(
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch, computing: set[int], how: str
+) -> None:
+    from strop.errors import RunFailure
+
+    engine = engine_of(tiny_model(), eos_ids=())
+    task = asyncio.create_task(sample(engine, [request(stream=(n,), new=30) for n in range(3)]))
+    await sampled_tokens(engine, 12)
+    assert computing
+    give_back = engine._derived.give_back
+
+    def given_back() -> None:
+        assert not computing
+        give_back()
+
+    monkeypatch.setattr(engine._derived, "give_back", given_back)
+    if how == "sleep":
+        await engine.sleep()
+    elif how == "abort":
+        await engine.abort()
+    else:
+        error = NotCaptured("it has sinks") if how == "no capture" else MemoryError("no room")
+
+        def fail(*_: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(EagerDecoder, "launch", fail)
+    if how == "failure":
+        with pytest.raises(RunFailure, match="no room"):
+            await task
+    elif how == "no capture":
+        with pytest.warns(RuntimeWarning, match="it has sinks"):
+            await task
+    assert not computing
+    assert engine._launched is None
+
+
+@pytest.mark.parametrize("steps", ["captured"], indirect=True)
+@pytest.mark.parametrize("ends", ["stop", "cancelled"])
+async def test_nothing_is_computed_when_nobody_waits(
+    tiny_model: Make, monkeypatch: pytest.MonkeyPatch, computing: set[int], ends: str
+) -> None:
+    model = tiny_model()
+    (free,) = await sample(engine_of(model, eos_ids=()), [request()])
+    engine = engine_of(model, eos_ids=(free.tokens[5],) if ends == "stop" else ())
+    task = asyncio.create_task(engine.generate(request(new=40)))
+    if ends == "cancelled":
+        await sampled_tokens(engine, 5)
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not computing
+    assert engine._launched is None
+
+
+@pytest.mark.parametrize("steps", ["captured"], indirect=True)
+async def test_a_gpu_that_has_failed_lets_the_engine_close(tiny_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(tiny_model(), eos_ids=())
+    task = asyncio.create_task(sample(engine, [request(new=40)]))
+    await sampled_tokens(engine, 5)
+
+    def fail(_: graphs.Drawn) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(graphs.Drawn, "wait", fail)
+    await engine.close()
+    assert (await task)[0].finish == "aborted"
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_whatever_comes_and_goes_a_completion_is_the_same(tiny_model: Make, seed: int) -> None:
     """Requests enter, end, are cancelled, wait and are prefilled again at random moments."""

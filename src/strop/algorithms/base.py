@@ -47,9 +47,8 @@ class Objective(Protocol):
     gradient to the log-probability of every trained token, which saves a pass over the output head.
     """
 
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss uses the entropy of each token's distribution (it then has a graph)."""
+    needs_entropy: bool
+    """Whether the loss uses the entropy of each token's distribution (it then has a graph)."""
 
     def loss(self, batch: TokenBatch, logprobs: Tensor, entropy: Tensor | None) -> LossTerms:
         """Per-token losses of one micro-batch.

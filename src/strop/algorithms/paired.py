@@ -44,7 +44,7 @@ class Pairs:
 class Comparison:
     """What all of these objectives have in common: groups stay whole, and what is counted is not tokens."""
 
-    needs_entropy: ClassVar[bool] = False
+    needs_entropy = False
     logs_entropy: ClassVar[bool] = False
     whole_groups: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False

@@ -15,7 +15,7 @@ from strop.algorithms.batch import TokenBatch
 class TokenMean:
     """Each term is averaged over the trained tokens of the whole mini-batch."""
 
-    needs_entropy: ClassVar[bool] = False
+    needs_entropy = False
 
     def denominators(self, batch: TokenBatch) -> Mapping[str, float]:
         return {"": float(max(1, int(batch.loss_mask.sum())))}

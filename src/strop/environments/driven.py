@@ -34,36 +34,21 @@ class Policy(Protocol):
     scored. renderer: makes text of messages. end_ids: tokens that end a turn.
     """
 
-    @property
-    def prompt(self) -> Any: ...
-    @property
-    def rendered(self) -> str: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def answer(self) -> Any: ...
-    @property
-    def row(self) -> Mapping[str, Any]: ...
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def stop(self) -> Sequence[str]: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def sample_index(self) -> int: ...
-    @property
-    def evaluation(self) -> bool: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def renderer(self) -> Any: ...
-    @property
-    def end_ids(self) -> frozenset[int]: ...
+    prompt: Any
+    rendered: str
+    tokens: Sequence[int]
+    answer: Any
+    row: Mapping[str, Any]
+    max_new_tokens: int
+    context: int
+    temperature: float
+    stop: Sequence[str]
+    group: int
+    sample_index: int
+    evaluation: bool
+    tokenizer: Any
+    renderer: Any
+    end_ids: frozenset[int]
 
     async def sample(
         self, tokens: Sequence[int], *, max_new_tokens: int | None = None, stop: Sequence[str] = ()

@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from strop.environments import checks
-from strop.environments.driven import Driven, Driver, Path, Sampled
+from strop.environments.driven import Driven, Driver, Path, Policy, Sampled
 from strop.rollout.asking import Failed, own_copy, too_long
 from strop.rollout.calls import Raised, TooLong, result, start, stop
 from strop.rollout.engine import SampleRequest, SampleResult, SampleSettings
@@ -157,7 +157,7 @@ class Host:
         """What the driver says; its own time, between requests, is bounded by `step_timeout`."""
         limit = self._limits.step_timeout
         name = f"{type(driver).__name__}.drive"
-        work = start(lambda: driver.drive(self), checks.driven)
+        work = start(lambda: driver.drive(cast(Policy, self)), checks.driven)
         moved: asyncio.Future[Any] | None = None
         try:
             while not work.done():

@@ -348,7 +348,7 @@ def _in_json(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     known: dict[tuple[Any, ...], str] = {}
     found = []
     for row in rows:
-        same = (*row, *map(id, row.values()))
+        same = (*row, *map(type, row), *map(id, row.values()))
         if same not in known:
             known[same] = _AS_JSON(dict(row))
         found.append(known[same])

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from strop.errors import RunFailure
 from strop.models.attention import Scores, running
 from strop.models.blocks import ChangedBlocks
 from strop.models.forward import backbone
@@ -112,7 +113,6 @@ class GraphDecoder:
                 tokens that it holds.
         """
         count = len(tokens)
-        self._joined()
         for held, given in zip(self._inputs, (tokens, lengths, temperatures, u), strict=True):
             held[:count].copy_(self._staged(given), non_blocking=True)
         if sources is not None:
@@ -123,11 +123,14 @@ class GraphDecoder:
         size = self._size(count)
         # Rows that only fill up compute a first token of theirs again and again.
         self._lengths[count:size].zero_()
-        if size not in self._graphs:
-            try:
+        try:
+            self._joined()
+            if size not in self._graphs:
                 self._graphs[size] = self._capture(size)
-            except Exception as error:
-                raise NotCaptured(f"{type(error).__name__}: {error}") from error
+        except RunFailure:
+            raise
+        except Exception as error:
+            raise NotCaptured(f"{type(error).__name__}: {error}") from error
         graph, drawn, logprobs = self._graphs[size]
         graph.replay()
         self._newest = drawn
@@ -150,10 +153,12 @@ class GraphDecoder:
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
-                self._compute(size)
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UP):
+                    self._compute(size)
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             drawn, logprobs = self._compute(size)

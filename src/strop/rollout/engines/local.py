@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -221,7 +221,9 @@ class LocalEngine:
         """What a launched step draws is not wanted; its graph can be given back when the GPU is done with it."""
         launched, self._launched = self._launched, None
         if launched is not None:
-            launched.drawn.wait()
+            # A GPU that has failed computes nothing any more, and whoever called it has been told.
+            with suppress(RuntimeError):
+                launched.drawn.wait()
 
     async def wake(self) -> None:
         """Nothing to do: memory is taken again when it is needed."""
@@ -264,7 +266,7 @@ class LocalEngine:
                     sequence.future.set_exception(failure)
             self._running.clear()
             self._waiting.clear()
-            self._launched = None
+            self._forget_launched()
 
     def _step(self) -> None:
         self._drop_cancelled()
@@ -272,6 +274,8 @@ class LocalEngine:
             self._prefill(self._next_prompts())
         if self._running:
             self._decode()
+        if not self._running:
+            self._forget_launched()
 
     def _next_prompts(self) -> list[UnderWay]:
         """Waiting requests for the free rows, as many as fit one forward pass (and at least one)."""
