@@ -18,10 +18,13 @@ from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.config.loading import load_config
+from strop.config.model import NewModel
 from strop.errors import UserError
 from strop.loops.replay import Replay, replay
 from strop.loops.rollout import rollout
 from strop.loops.train import train
+from strop.models.create import create_model
+from strop.models.save import save_model
 from strop.tracking.episodes import beside, episodes_file, read_episodes, write_episodes
 
 KEPT = {"checkpoint.every": 1, "checkpoint.keep": 10, "run.name": "r"}
@@ -114,6 +117,32 @@ def test_so_does_dynamic_sampling_with_the_groups_that_it_replaced() -> None:
     assert len(others) == 4 * lines[step - 1]["groups/discarded"]
     for at in range(0, len(others), 4):
         assert len({record.reward for record in others[at : at + 4]}) == 1
+
+
+def test_so_do_episodes_of_several_streams() -> None:
+    """The chat template leaves out what the policy said before, so that its turns have no tokens in common."""
+    settings = NewModel(characters="0123456789+=u:", hidden_size=32, layers=1, heads=2, context=512)
+    model, tokenizer = create_model(settings, seed=4)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'u:' + m['content'] }}"
+        "{% elif m['role'] == 'assistant' %}{{ m['content'].split('+')[-1] }}{% endif %}{% endfor %}"
+    )
+    save_model(model, tokenizer, Path("forgetful"))
+    trained(
+        model={"path": "forgetful"},
+        environment={"kind": "python", "factory": "tiny_worlds:Asks"},
+        rewards={"verifiers": RARE},
+        **{"data.render": "chat", "rollout.max_new_tokens": 12},
+    )
+    for step, found in enumerate(again(1, 2, 3), start=1):
+        assert list(found.differences) == []
+        records = read_episodes(episodes_file(RUN / "episodes", step))
+        places: dict[tuple[int, int], list[int]] = {}
+        for record in records:
+            places.setdefault((record.group, record.sample), []).append(record.stream)
+        assert len(places) == 16
+        assert all(streams == list(range(len(streams))) for streams in places.values())
+        assert len(records) > 16, "the test needs episodes that forked"
 
 
 def test_baselines_are_kept_beside_the_groups() -> None:

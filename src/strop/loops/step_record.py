@@ -141,7 +141,7 @@ def _columns(given: Sequence[tuple[Episode, TokenStream]], prompts: PromptTexts)
         "components": [episode.components for episode in episodes],
         "detail": [episode.detail for episode in episodes],
         "row": [episode.row for episode in episodes],
-        "stream": [0] * len(episodes),
+        "stream": _places(episodes),
         "past": [False] * len(episodes),
     }
     arrays = {
@@ -154,6 +154,16 @@ def _columns(given: Sequence[tuple[Episode, TokenStream]], prompts: PromptTexts)
     }
     without = {name: np.ones(len(streams), dtype=np.bool_) for name in ("advantages", "trainer_logprobs")}
     return EpisodeColumns([len(stream.tokens) for stream in streams], values, arrays, without)
+
+
+def _places(episodes: Sequence[Episode]) -> list[int]:
+    """For each stream, whose episode it is, how many of this episode came before it."""
+    seen: Counter[int] = Counter()
+    found = []
+    for episode in episodes:
+        found.append(seen[id(episode)])
+        seen[id(episode)] += 1
+    return found
 
 
 def _end_to_end(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
