@@ -11,11 +11,12 @@ import pytest
 import torch
 from tiny_runs import episodes_of, recipe, steps_of, weights_of
 
+from strop.algorithms.base import Algorithm
 from strop.algorithms.named import build_algorithm
 from strop.config.loading import load_config
 from strop.errors import ConfigError, ModelError, StropError, UserError
 from strop.loops import step_batch
-from strop.loops.algorithm import demands_of, make_algorithm
+from strop.loops.algorithm import _lacking, demands_of, make_algorithm
 from strop.loops.train import train
 from strop.rollout.episode import Episode, Group, Status
 
@@ -453,3 +454,19 @@ def test_a_class_without_a_base_trains_with_its_arguments(monkeypatch: pytest.Mo
     assert plain[0]["grad_norm"] != squared[0]["grad_norm"]
     with pytest.raises(ConfigError, match="unexpected keyword"):
         algorithm(algorithm={"name": "plain_algorithms:Plain", "arguments": {"wibble": 1}})
+
+
+def test_an_algorithm_may_derive_from_the_protocol() -> None:
+    """What it needs is its own to set, and is missed where it does not."""
+
+    class Derived(Algorithm):
+        def __init__(self, entropy_coef: float) -> None:
+            self.needs_entropy = entropy_coef != 0
+
+    class Lacking(Algorithm):
+        pass
+
+    derived, lacking = (_lacking(made, ["needs_entropy"]) for made in (Derived(0.1), Lacking()))  # type: ignore[abstract]
+    assert not derived
+    assert list(lacking) == ["needs_entropy"]
+    assert Derived(0.1).needs_entropy  # type: ignore[abstract]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strop.environments.call_styles import Call, Hermes, Llama3, Mistral, Tags, style_of_template
+from strop.environments.call_styles import Call, CallStyle, Hermes, Llama3, Mistral, Tags, style_of_template
+from strop.environments.driven import Policy
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -93,3 +94,16 @@ def test_a_single_tool_may_have_texts_of_its_own() -> None:
 )
 def test_the_style_is_read_off_the_template(template: str | None, style: str) -> None:
     assert style_of_template(template) == style
+
+
+def test_styles_and_policies_of_ones_own_may_derive_from_the_protocols() -> None:
+    class Style(CallStyle):
+        def __init__(self) -> None:
+            self.template_tells, self.stop = False, ["</call>"]
+
+    class Stand(Policy):
+        def __init__(self) -> None:
+            self.tokens, self.max_new_tokens = [1], 3
+
+    assert Style().stop == ["</call>"]  # type: ignore[abstract]
+    assert Stand().tokens == [1]  # type: ignore[abstract]

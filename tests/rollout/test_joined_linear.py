@@ -514,6 +514,20 @@ async def test_a_model_that_cannot_be_captured_keeps_no_copies(monkeypatch: pyte
     assert engine._derived.joined_bytes() == 0
 
 
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+async def test_without_room_for_copies_steps_are_decoded_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(JoinedLinears, "copy", no_room)
+    model = make()
+    engine = engine_of(model, joins=True)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs.*out of memory"):
+        found = await sample(engine)
+    same(found, await sample(engine_of(model, joins=False)))
+    assert engine._derived.joined_bytes() == 0
+
+
 async def test_no_layer_is_joined_on_a_cpu() -> None:
     engine = engine_of(make(), joins=False)
     await sample(engine)

@@ -29,13 +29,10 @@ class Call:
 class CallStyle(Protocol):
     """Reads calls out of a turn, and makes messages of the results."""
 
-    @property
-    def template_tells(self) -> bool:
-        """Whether the chat template tells the model of the tools."""
-
-    @property
-    def stop(self) -> Sequence[str]:
-        """Texts after which a turn ends, so that the result comes from the tool and not from the model."""
+    template_tells: bool
+    """Whether the chat template tells the model of the tools."""
+    stop: Sequence[str]
+    """Texts after which a turn ends, so that the result comes from the tool and not from the model."""
 
     def calls(self, text: str) -> list[Call]:
         """The calls of a turn, in order; empty if it holds none."""

@@ -82,12 +82,14 @@ class ToolUse:
 def make_style(settings: ToolEnvironment, tools: Sequence[Tool], template: str | None) -> CallStyle:
     """The style of calls that a recipe asks for, or that the chat template speaks."""
     name = style_of_template(template) if settings.style == "auto" else settings.style
+    style: Any
     if name == "tag":
-        return Tags([tool.name for tool in tools], settings.result, settings.opening, settings.closing)
+        style = Tags([tool.name for tool in tools], settings.result, settings.opening, settings.closing)
+        return style
     # Without any template contents are joined as they are, whosever they are.
     told = template is None or knows_tools(template)
-    styles: dict[str, type[Hermes | Llama3 | Mistral]] = {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}
-    return styles[name](told=told)
+    style = {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}[name](told=told)
+    return style
 
 
 def knows_tools(template: str | None) -> bool:

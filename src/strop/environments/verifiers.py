@@ -39,8 +39,8 @@ class VerifiersFactory(EnvironmentFactory):
         self._loop = OwnLoop("strop-verifiers")
         self._world = _loaded(settings, where)
         name = style_of_template(template) if settings.style == "auto" else settings.style
-        styles: dict[str, CallStyle] = {"hermes": Hermes(), "llama3": Llama3(), "mistral": Mistral()}
-        self.style = styles.get(name, styles["hermes"])
+        styles: dict[str, Any] = {"hermes": Hermes(), "llama3": Llama3(), "mistral": Mistral()}
+        self.style: CallStyle = styles.get(name, styles["hermes"])
         self.keep_history = settings.keep_history
         self._server: Loopback | None = None
         self._serving: contextlib.AbstractAsyncContextManager[Any] | None = None
