@@ -82,14 +82,13 @@ class ToolUse:
 def make_style(settings: ToolEnvironment, tools: Sequence[Tool], template: str | None) -> CallStyle:
     """The style of calls that a recipe asks for, or that the chat template speaks."""
     name = style_of_template(template) if settings.style == "auto" else settings.style
-    style: Any
     if name == "tag":
-        style = Tags([tool.name for tool in tools], settings.result, settings.opening, settings.closing)
-        return style
+        tags: Any = Tags([tool.name for tool in tools], settings.result, settings.opening, settings.closing)
+        return tags
     # Without any template contents are joined as they are, whosever they are.
     told = template is None or knows_tools(template)
-    style = {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}[name](told=told)
-    return style
+    styles: dict[str, Any] = {"hermes": Hermes, "llama3": Llama3, "mistral": Mistral}
+    return styles[name](told=told)
 
 
 def knows_tools(template: str | None) -> bool:

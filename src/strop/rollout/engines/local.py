@@ -356,12 +356,9 @@ class LocalEngine:
         assert self._cache is not None
         self._cache.reserve(int(self._cache.lengths[: len(self._running)].max()) + 1)
         before = self._launched
-        if before is not None and self._graphs.fits() and self._goes_on(before):
-            self._launched = self._launch(before)
-        elif before is None:
-            self._launched = self._launch(None)
-        else:
-            self._launched = None
+        # Otherwise its tokens are looked at first: nothing may come after them, or other graphs cannot read them.
+        at_once = before is None or (self._graphs.fits() and self._goes_on(before))
+        self._launched = self._launch(before) if at_once else None
         if before is not None:
             self._accept(before.sequences, *before.drawn.wait(), before.version)
 
