@@ -536,17 +536,50 @@ async def test_no_layer_is_joined_on_a_cpu() -> None:
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
-async def test_prefill_is_computed_by_the_layers_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["prompts", "scores"])
+async def test_passes_that_are_not_captured_use_the_copies_too(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     engine = engine_of(make(), joins=True)
-    await sample(engine)
+    computed, forward = [], joined_linear._Joined.forward
 
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("a joined product")
+    def noted(group: Any, *given: Any) -> Any:
+        computed.append(group)
+        return forward(group, *given)
 
-    monkeypatch.setattr(joined_linear._Joined, "forward", refuse)
-    await engine.generate(SampleRequest((3, 4), SampleSettings(1), (9,)))
-    with pytest.raises(RunFailure, match="a joined product"):
-        await engine.generate(SampleRequest((3, 4), SampleSettings(2), (9,)))
+    monkeypatch.setattr(joined_linear._Joined, "forward", noted)
+    if what == "scores":
+        await engine.score([[3, 4, 5]])
+    else:
+        await engine.generate(SampleRequest((3, 4), SampleSettings(1), (9,)))
+    joined = engine._derived.joined(0)
+    assert joined is not None
+    assert set(computed) == set(joined._groups)
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+@pytest.mark.parametrize("what", ["prompts", "scores"])
+async def test_where_the_copies_cannot_be_used_everything_is_computed_plainly(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def no_kernel(_: Any) -> Any:
+        raise ValueError("no such kernel")
+
+    model = make()
+    requests = [SampleRequest((5, 6, 7 + n), SampleSettings(20), (n,)) for n in range(3)]
+    plain = engine_of(model, joins=False)
+    expected = [await plain.generate(request) for request in requests]
+    engine = engine_of(model, joins=True)
+    begun = [asyncio.create_task(engine.generate(request)) for request in requests[:2]]
+    while engine._launched is None:
+        await asyncio.sleep(0)
+    # A step is under way, and nothing of it is lost.
+    monkeypatch.setattr(JoinedLinears, "active", no_kernel)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs.*no such kernel"):
+        if what == "scores":
+            scores = await engine.score([[3, 4, 5]])
+            np.testing.assert_allclose(scores[0][1:], (await plain.score([[3, 4, 5]]))[0][1:], atol=1e-4)
+        last = await engine.generate(requests[2])
+    same([*await asyncio.gather(*begun), last], expected)
+    assert engine._derived.joined_bytes() == 0
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")

@@ -59,7 +59,7 @@ class GraphDecoder:
     Args:
         draw: (tokens, log-probabilities) [n] each, from hidden states [n, H], temperatures [n] and the `u` [n] of
             `sampling.draw`, with operations that can be captured.
-        compiled: also compile the model's blocks by torch.compile.
+        blocks: of the model, compiled; None where they are not.
         joined: sibling layers computed together, brought to the current weights; None where they are not.
     """
 
@@ -70,14 +70,12 @@ class GraphDecoder:
         draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
         device: torch.device,
         *,
-        compiled: bool,
+        blocks: ChangedBlocks | None = None,
         joined: Callable[[], JoinedLinears | None] = lambda: None,
     ) -> None:
         self._model, self._cache, self._draw, self._device = model, cache, draw, device
         self._joined = joined
-        self._blocks: Any = None
-        if compiled:
-            self._blocks = ChangedBlocks(model, compiled=True, recompute=False)
+        self._blocks = blocks
         rows = cache.rows
         self._tokens, self._lengths = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self._temperatures = torch.ones(rows, dtype=torch.float32, device=device)

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from strop.errors import RunFailure
-from strop.models.attention import running
+from strop.models.attention import Plan, running
+from strop.models.blocks import ChangedBlocks
 from strop.models.consistent import chosen_logprobs
 from strop.models.consistent_mode import is_consistent
 from strop.models.forward import backbone, packed_inputs, token_logprobs
@@ -47,7 +48,7 @@ class LocalEngine:
         max_sequences: rows decoded together. prefill_tokens: prompt tokens in one forward pass.
         pack_weights: hold a second copy of the weights for small matrix products; None decides by the model.
         graphs: on a GPU, capture decoding steps as CUDA graphs; a model that does not allow it is decoded without.
-            compiled: compile the blocks of captured steps by torch.compile.
+            compiled: then also compile the model's blocks by torch.compile.
         recomputes: compute keys and values of running requests anew with each version of the weights.
     """
 
@@ -85,7 +86,7 @@ class LocalEngine:
         )
         self._cache: KVCache | None = None
         self._graphs: Any = None
-        self._compiled = compiled
+        self._blocks = ChangedBlocks(model, compiled=True, recompute=False) if compiled and self._capture else None
         self._recomputes = recomputes
         self._version = 0
         self._waiting: deque[UnderWay] = deque()
@@ -137,13 +138,8 @@ class LocalEngine:
         self._without_dropout()
         with torch.no_grad():
             inputs = packed_inputs(pack(streams), [np.arange(len(s)) > 0 for s in streams], self._device)
-            # Of joined layers too: what is sampled with must be what the proof of delivery sees.
-            joined = self._derived.joined(self._version)
-            joins = nullcontext() if joined is None else joined.active()
-            with running(self._model, inputs.attention), self._derived.used(self._version), joins:
-                hidden = backbone(self._model)(
-                    input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
-                ).last_hidden_state[0]
+            with self._derived.used(self._version):
+                hidden = self._hidden(inputs.input_ids, inputs.position_ids, inputs.attention)
                 flat = []
                 for start in range(0, len(inputs.targets), 512):
                     span = slice(start, start + 512)
@@ -325,7 +321,7 @@ class LocalEngine:
             prompts = [np.asarray(prompt, dtype=np.int64) for prompt in fresh]
             packed = pack(prompts, [len(prompt) - 1 for prompt in prompts])
             plan = Prefill(packed, cache, list(fresh.values()), self._device)
-            hidden = self._hidden(packed.layout.input_ids, packed.layout.position_ids, plan)
+            hidden = self._hidden(*self._row(packed.layout.input_ids, packed.layout.position_ids), plan)
             for places, (prompt, rows) in zip(packed.places, fresh.items(), strict=True):
                 cache.lengths[rows] = len(prompt)
                 last[prompt] = hidden[int(places[-1])]
@@ -339,12 +335,12 @@ class LocalEngine:
 
     def _decode(self) -> None:
         assert self._cache is not None
-        if self._capture:
+        if self._capture or self._launched is not None:
             self._decode_ahead()
             return
         count = len(self._running)
         plan = Decode(self._cache, count, self._device)
-        hidden = self._hidden(self._draws.last[:count], self._cache.lengths[:count].copy(), plan)
+        hidden = self._hidden(*self._row(self._draws.last[:count], self._cache.lengths[:count].copy()), plan)
         self._cache.lengths[:count] += 1
         self._take(0, hidden)
 
@@ -357,7 +353,7 @@ class LocalEngine:
         self._cache.reserve(int(self._cache.lengths[: len(self._running)].max()) + 1)
         before = self._launched
         # Otherwise its tokens are looked at first: nothing may come after them, or other graphs cannot read them.
-        at_once = before is None or (self._graphs.fits() and self._goes_on(before))
+        at_once = self._capture and (before is None or (self._graphs.fits() and self._goes_on(before)))
         self._launched = self._launch(before) if at_once else None
         if before is not None:
             self._accept(before.sequences, *before.drawn.wait(), before.version)
@@ -376,16 +372,7 @@ class LocalEngine:
         try:
             drawn = self._decoder().launch(draws.last[:count], lengths[:count], draws.temperatures[:count], u, sources)
         except NotCaptured as why:
-            if before is not None:
-                before.drawn.wait()
-            self._capture, self._graphs = False, None
-            self._derived.give_back()
-            warnings.warn(
-                f"decoding steps are computed without CUDA graphs, which is slower: {why} (rollout.engine.eager: true "
-                "says so from the start)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            self._capture_no_more(str(why))
             return None
         lengths[:count] += 1
         draws.positions[:count] += 1
@@ -401,7 +388,7 @@ class LocalEngine:
                 self._cache,
                 self._drawn if self._consistent else self._drawn_in_one_pass,
                 self._device,
-                compiled=self._compiled,
+                blocks=self._blocks,
                 joined=lambda: self._derived.joined(self._version),
             )
         return self._graphs
@@ -472,11 +459,51 @@ class LocalEngine:
             if self._running[row].future.done():
                 self._release(row)
 
-    def _hidden(self, input_ids: np.ndarray, position_ids: np.ndarray, plan: Any) -> Tensor:
-        ids = torch.from_numpy(input_ids).to(self._device)[None]
-        positions = torch.from_numpy(position_ids).to(self._device)[None]
+    def _row(self, *arrays: np.ndarray) -> list[Tensor]:
+        """[1, T] each, on the device."""
+        return [torch.from_numpy(array).to(self._device)[None] for array in arrays]
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, plan: Plan) -> Tensor:
+        """[T, H]: last hidden states of a pass that is not captured itself, from tokens [1, T].
+
+        Its layers are those of captured steps, compiled and joined, which a GPU has to be asked less often for; and
+        what is sampled with is then what the proof of delivery sees.
+        """
+        if not self._capture:
+            return self._pass(input_ids, position_ids, plan)
+        try:
+            with ExitStack() as layers:
+                if (joined := self._derived.joined(self._version)) is not None:
+                    layers.enter_context(joined.active())
+                if self._blocks is not None:
+                    layers.enter_context(self._blocks.used())
+                return self._pass(input_ids, position_ids, plan)
+        except RunFailure:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        # Where this fails too, the layers are not to blame.
+        hidden = self._pass(input_ids, position_ids, plan)
+        self._capture_no_more(why)
+        return hidden
+
+    def _pass(self, input_ids: Tensor, position_ids: Tensor, plan: Plan) -> Tensor:
         with running(self._model, plan):
-            return backbone(self._model)(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0]
+            found = backbone(self._model)(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        return found.last_hidden_state[0]
+
+    def _capture_no_more(self, why: str) -> None:
+        """Compute everything plainly from now on. A step that was launched keeps what it draws."""
+        if self._launched is not None:
+            self._launched.drawn.wait()
+        self._capture, self._graphs, self._blocks = False, None, None
+        self._derived.give_back()
+        warnings.warn(
+            f"decoding steps are computed without CUDA graphs, which is slower: {why} (rollout.engine.eager: true "
+            "says so from the start)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _without_dropout(self) -> None:
         if self._model.training:
