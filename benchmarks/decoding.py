@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sequences", type=int, default=256, help="decoded together")
     parser.add_argument("--prompt-tokens", type=int, default=352, help="what the cache holds at the first step")
     parser.add_argument("--new-tokens", type=int, default=65, help="the first of them is no step")
-    parser.add_argument("--prefill-tokens", type=int, default=4096, help="of prompts, in one pass")
+    parser.add_argument("--prefill-tokens", type=int, help="of prompts, in one pass")
     options = parser.parse_args(argv)
     measure.use_threads(options.threads)
     job = make_job(options)

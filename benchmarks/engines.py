@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 64, 1], help="sequences sampled together")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--prefill-tokens", type=int, default=4096, help="of prompts, in one pass of strop's engines")
+    parser.add_argument("--prefill-tokens", type=int, help="of prompts, in one pass of strop's engines")
     parser.add_argument("--runs", type=int, default=2, help="timed runs of each size in a process")
     parser.add_argument("--memory", type=float, default=0.5, help="share of the GPU's memory that vLLM gets")
     parser.add_argument("--limit", type=int, default=500, help="seconds for each engine, its start included")

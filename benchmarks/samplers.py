@@ -14,7 +14,8 @@ Prompts = list[list[int]]
 @dataclass(frozen=True)
 class Job:
     """What all engines do. sizes: sequences sampled together. runs: of each size, beside the one that is not counted.
-    memory: share of the GPU's memory that vLLM gets. prefill_tokens: of prompts, in one pass of strop's engines."""
+    memory: share of the GPU's memory that vLLM gets. prefill_tokens: of prompts, in one pass of strop's engines; None
+    is what a run chooses."""
 
     shape: str
     device: str
@@ -25,7 +26,7 @@ class Job:
     runs: int
     threads: int
     memory: float
-    prefill_tokens: int = 4096
+    prefill_tokens: int | None = None
 
     @property
     def context(self) -> int:
@@ -93,7 +94,7 @@ def local(loaded: Any, job: Job, *, compiled: bool = False) -> Driven:
             seed=0,
             context=job.context,
             max_sequences=max(job.sizes),
-            prefill_tokens=job.prefill_tokens,
+            prefill_tokens=job.prefill_tokens or (16384 if job.device == "cuda" else 4096),
             compiled=compiled,
         ),
         job,
@@ -101,7 +102,7 @@ def local(loaded: Any, job: Job, *, compiled: bool = False) -> Driven:
 
 
 def local_compiled(loaded: Any, job: Job) -> Driven:
-    """The same with the blocks of its captured steps compiled (`rollout.engine.eager: false`)."""
+    """The same with its blocks compiled (`rollout.engine.eager: false`)."""
     return local(loaded, job, compiled=True)
 
 
@@ -116,7 +117,7 @@ def vllm(loaded: Any, job: Job) -> Driven:
         dtype=model.dtype,
         context=job.context,
         max_sequences=max(job.sizes),
-        prefill_tokens=job.prefill_tokens,
+        prefill_tokens=job.prefill_tokens or 4096,
         memory=job.memory,
         eager=job.device == "cpu",
         prefix_caching=True,

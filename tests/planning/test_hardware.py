@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 from strop.config import Config
 from strop.errors import UserError
 from strop.planning import hardware
-from strop.planning.hardware import GIB, Hardware, activation_bytes, choose_chunk, choose_hardware, choose_sizes
+from strop.planning.hardware import (
+    GIB,
+    Hardware,
+    activation_bytes,
+    choose_chunk,
+    choose_hardware,
+    choose_prefill,
+    choose_sizes,
+)
 
 
 def config_of(**sections: Any) -> Config:
@@ -203,3 +212,23 @@ def test_activations_are_counted_right_within_a_third(tiny_model: Any) -> None:
 def test_logits_that_exist_at_a_time_fit(device: str, memory: int, vocabulary: int, chunk: int) -> None:
     hardware = Hardware(torch.device(device), torch.bfloat16, 1, memory, ())
     assert choose_chunk(hardware, vocabulary) == chunk
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "hidden", "inner", "engine", "tokens"),
+    [
+        ("cuda", 140 * GIB, 1024, 3072, "local", 16384),
+        ("cuda", 140 * GIB, 4096, 14336, "local", 16384),
+        ("cuda", 24 * GIB, 1024, 3072, "local", 16384),
+        ("cuda", 24 * GIB, 2560, 9728, "local", 8192),
+        ("cuda", 24 * GIB, 4096, 14336, "local", 4096),
+        ("cuda", 8 * GIB, 4096, 14336, "local", 4096),
+        ("cuda", 140 * GIB, 1024, 3072, "vllm", 4096),
+        ("cpu", 140 * GIB, 1024, 3072, "local", 4096),
+    ],
+)
+def test_a_pass_over_prompts_is_long_where_a_gpu_has_room(
+    device: str, memory: int, hidden: int, inner: int, engine: str, tokens: int
+) -> None:
+    hardware = Hardware(torch.device(device), torch.bfloat16, 4, memory, ())
+    assert choose_prefill(hardware, SimpleNamespace(hidden_size=hidden, intermediate_size=inner), engine) == tokens

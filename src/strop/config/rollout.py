@@ -42,8 +42,9 @@ class EngineSettings(StrictModel):
     max_sequences: PositiveInt | Auto = "auto"
     """Of `local` and `vllm`: sequences decoded together; others wait for a free place. `auto` is 256, on a GPU
     512, or fewer if the memory is small."""
-    prefill_tokens: PositiveInt = 4096
-    """Of `local` and `vllm`: prompt tokens processed in one forward pass."""
+    prefill_tokens: PositiveInt | Auto = "auto"
+    """Of `local` and `vllm`: prompt tokens processed in one forward pass. `auto` is 4,096; for `local` on a GPU up to
+    16,384, as the memory allows."""
     pack_weights: bool | Auto = "auto"
     """Of `local`: hold a second copy of the weights laid out for small matrix products. `auto` does so for float32 on a
     CPU, when the model is large enough to gain from it."""
