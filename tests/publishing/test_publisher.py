@@ -83,7 +83,7 @@ async def test_nobody_goes_on_before_everybody_is_proved(streams: bool) -> None:
     trainer, engines, log = parties(streams=streams)
     found = await publisher().publish(trainer, engines, version=3)
     moved = ["deliver T", "take t a", "take t b"] if streams else ["deliver T", "take after a", "take after b"]
-    steps = [["pause a", "pause b"], ["offer T"], moved, ["score T", "verify a", "verify b"], ["score a", "score b"]]
+    steps = [["pause a", "pause b", "offer T"], moved, ["score T", "verify a", "verify b"], ["score a", "score b"]]
     steps += [["commit a", "commit b"], ["resume a", "resume b"]]
     at = 0
     for step in steps:
@@ -104,6 +104,27 @@ async def test_who_fails_or_does_not_answer_is_named_and_nobody_goes_on(verb: st
     assert "engine a" not in caught.value.what
     assert ("gone" if how == "fails" else "no answer") in caught.value.what
     assert not [line for line in log if line.startswith("resume")]
+
+
+async def test_a_trainer_that_cannot_offer_is_named_and_nothing_moves() -> None:
+    trainer, engines, log = parties()
+    trainer.fails = "offer"
+    with pytest.raises(RunFailure, match=r"failed at pausing\. In the trainer: ConnectionError: gone"):
+        await publisher().publish(trainer, engines, version=3)
+    assert not [line for line in log if line.split()[0] not in ("pause", "offer")]
+    await no_task_is_left()
+
+
+async def test_nothing_moves_before_the_last_engine_is_paused() -> None:
+    trainer, engines, log = parties()
+
+    async def pause() -> None:
+        await asyncio.sleep(0.05)
+        log.append("paused")
+
+    engines["b"].pause = pause  # type: ignore[method-assign]
+    await publisher().publish(trainer, engines, version=3)
+    assert log.index("paused") < min(log.index("deliver T"), log.index("take t a"))
 
 
 async def test_the_cause_is_told_whoever_is_first_to_fail() -> None:

@@ -1,6 +1,6 @@
 """Publication to engines in processes of their own: move, compare, probe, and only then let them go on.
 
-    pause all -> offer -> deliver | take -> verify all | probe the trainer -> probe all -> commit all -> resume all
+    pause all | offer -> deliver | take -> verify all | probe the trainer -> probe all -> commit all -> resume all
 
 An engine serves a version only when all engines hold it and it is proved for all. If anything fails, the engines stay
 paused, and the error says which one and which tensors.
@@ -98,8 +98,12 @@ class Publisher:
             calls = {f"engine {name}": _as_coroutine(call(engine)) for name, engine in engines.items()}
             return await self._all(step, calls)
 
-        await every("pausing", lambda engine: engine.pause())
-        offer = await trainer.offer(version, takers=len(engines), whole=whole)
+        # The offer only announces, so that nothing moves before all are paused.
+        begun: dict[str, Coroutine[Any, Any, Any]] = {
+            f"engine {name}": _as_coroutine(engine.pause()) for name, engine in engines.items()
+        }
+        begun["the trainer"] = _as_coroutine(trainer.offer(version, takers=len(engines), whole=whole))
+        offer: Offer = (await self._all("pausing", begun))["the trainer"]
         delivered = await self._move(trainer, engines, offer)
         manifest = delivered.manifest
         lists = self._probe.token_lists

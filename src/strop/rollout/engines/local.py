@@ -459,9 +459,10 @@ class LocalEngine:
             if self._running[row].future.done():
                 self._release(row)
 
-    def _row(self, *arrays: np.ndarray) -> list[Tensor]:
+    def _row(self, input_ids: np.ndarray, position_ids: np.ndarray) -> tuple[Tensor, Tensor]:
         """[1, T] each, on the device."""
-        return [torch.from_numpy(array).to(self._device)[None] for array in arrays]
+        ids, positions = (torch.from_numpy(array).to(self._device)[None] for array in (input_ids, position_ids))
+        return ids, positions
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, plan: Plan) -> Tensor:
         """[T, H]: last hidden states of a pass that is not captured itself, from tokens [1, T].
