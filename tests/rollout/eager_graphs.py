@@ -38,6 +38,21 @@ class Replayed:
             tensor.copy_(found)
 
 
+def captured(compute: Any, pool: Any = None) -> Any:
+    """`graphs.captured`: what a graph would compute is computed when it is replayed."""
+
+    class Graph:
+        def replay(self) -> None:
+            for tensor, found in zip(held, compute(), strict=True):
+                tensor.copy_(found)
+
+        def pool(self) -> Any:
+            return pool
+
+    held = tuple(torch.zeros_like(found) for found in compute())
+    return Graph(), held
+
+
 class Lengths:
     """A cache with the lengths that a step was given, which those of the cache may be ahead of."""
 
@@ -55,6 +70,7 @@ def step(cache: KVCache, lengths: Tensor) -> Decode:
 def capture_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let local engines that are made from now on decode as they do on a GPU."""
     monkeypatch.setattr(graphs, "_Step", step)
+    monkeypatch.setattr(graphs, "captured", captured)
     monkeypatch.setattr(local, "GraphDecoder", EagerDecoder)
     monkeypatch.setattr(local, "capturable", lambda _: True)
     monkeypatch.setattr(local.LocalEngine, "_drawn_in_one_pass", local.LocalEngine._drawn)

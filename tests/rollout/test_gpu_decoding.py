@@ -150,6 +150,29 @@ async def test_captured_steps_and_scores_compute_joined_products(monkeypatch: py
     assert products.count == 2 * 4 + 1
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+async def test_a_probe_is_a_graph_from_the_second_time_on(compiled: bool, dtype: torch.dtype, gap: float) -> None:
+    model, probe = model_of(dtype), [[4, 40, 80, 96], [7, 9, 11]]
+    engine, _, requests = await sampled(model, compiled=compiled)
+    seen = []
+    for version in range(1, 5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        await engine.update_weights(WeightUpdate(version))
+        found = await engine.score(probe)
+        for mine, theirs in zip(found, score_streams(model, [np.array(tokens) for tokens in probe]), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=gap)
+        seen.append(float(found[0][1]))
+        assert (engine._scores._repeated is not None) == (version > 1)
+        # Steps and scores are replayed in turn.
+        await engine.generate(requests[version])
+    assert len(set(seen)) == 4
+    await engine.sleep()
+    assert engine._scores._repeated is None
+
+
 async def test_half_precision_log_probabilities_are_near_the_trainers() -> None:
     model = model_of(torch.bfloat16)
     _, captured, requests = await sampled(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,14 @@ _FEW = (1, 2, 4, 8, 16, 24, 32)
 _STEP = 32
 # How often a step is computed before it is captured: kernels are chosen and compiled then.
 _WARM_UP = 2
+
+
+class Graph(Protocol):
+    """A `torch.cuda.CUDAGraph`."""
+
+    def replay(self) -> None: ...
+
+    def pool(self) -> Any: ...
 
 
 class NotCaptured(Exception):
@@ -80,7 +88,7 @@ class GraphDecoder:
         self._tokens, self._lengths = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self._temperatures = torch.ones(rows, dtype=torch.float32, device=device)
         self._u = torch.zeros(rows, dtype=torch.float64, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[int, tuple[Graph, Tensor, Tensor]] = {}
         # What the graph that was launched last draws.
         self._newest: Tensor | None = None
         self._capacity = cache.capacity
@@ -148,18 +156,8 @@ class GraphDecoder:
         size = -(-count // _STEP) * _STEP if few is None else few
         return min(size, self._cache.rows)
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UP):
-                    self._compute(size)
-        finally:
-            torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            drawn, logprobs = self._compute(size)
+    def _capture(self, size: int) -> tuple[Graph, Tensor, Tensor]:
+        graph, (drawn, logprobs) = captured(lambda: self._compute(size), self._pool)
         # One pool for all: only one of them is replayed at a time.
         self._pool = graph.pool()
         return graph, drawn, logprobs
@@ -214,6 +212,47 @@ class _Step:
         return self._tiles.attend(query, keys, values, scores)
 
 
+class Repeated:
+    """One computation with a model as a graph, for the weights that the model has whenever it is asked.
+
+    Args:
+        compute: gives one tensor; whatever else it reads must stay where it is.
+    """
+
+    def __init__(self, model: nn.Module, compute: Callable[[], Tensor]) -> None:
+        self._model = model
+        self._places = self._where()
+        self._graph, (self._found,) = captured(lambda: (compute(),))
+
+    def fits(self) -> bool:
+        """Whether the weights are where they were."""
+        return self._places == self._where()
+
+    def again(self) -> Tensor:
+        """What it gives now; overwritten by the next call."""
+        self._graph.replay()
+        return self._found
+
+    def _where(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self._model.parameters()]
+
+
+def captured(compute: Callable[[], tuple[Tensor, ...]], pool: Any = None) -> tuple[Graph, tuple[Tensor, ...]]:
+    """A computation as a graph, and the tensors in which each replay leaves what it gives. pool: of memory."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP):
+                compute()
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        found = compute()
+    return graph, found
+
+
 def capturable(device: torch.device) -> bool:
     """Whether steps can be captured on a device at all."""
     from torch.utils._triton import has_triton
@@ -221,4 +260,4 @@ def capturable(device: torch.device) -> bool:
     return device.type == "cuda" and bool(has_triton())
 
 
-__all__ = ["Drawn", "GraphDecoder", "NotCaptured", "capturable"]
+__all__ = ["Drawn", "GraphDecoder", "NotCaptured", "Repeated", "capturable"]

@@ -24,7 +24,7 @@ from strop.models.attention import Plan, running
 from strop.models.blocks import ChangedBlocks
 from strop.models.consistent import chosen_logprobs
 from strop.models.consistent_mode import is_consistent
-from strop.models.forward import backbone, packed_inputs, token_logprobs
+from strop.models.forward import backbone
 from strop.models.layout import pack
 from strop.rollout.engine import EngineStats, FinishReason, SampleRequest, SampleResult, WeightUpdate
 from strop.rollout.engines import packed_linear
@@ -32,6 +32,7 @@ from strop.rollout.engines.derived import Derived
 from strop.rollout.engines.graphs import GraphDecoder, NotCaptured, capturable
 from strop.rollout.engines.kv_cache import Decode, KVCache, Prefill
 from strop.rollout.engines.stopping import stop_tail
+from strop.rollout.engines.token_scores import TokenScores
 from strop.rollout.engines.under_way import Draws, Launched, UnderWay, context_of
 from strop.rollout.sampling import draw, stream_key, uniforms
 
@@ -87,6 +88,7 @@ class LocalEngine:
         self._cache: KVCache | None = None
         self._graphs: Any = None
         self._blocks = ChangedBlocks(model, compiled=True, recompute=False) if compiled and self._capture else None
+        self._scores = TokenScores(model, self._derived, self._hidden, self._hidden_of_steps)
         self._recomputes = recomputes
         self._version = 0
         self._waiting: deque[UnderWay] = deque()
@@ -134,24 +136,9 @@ class LocalEngine:
 
     async def score(self, token_lists: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32 [L], through the weights that sampling uses."""
-        streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
         self._without_dropout()
-        with torch.no_grad():
-            inputs = packed_inputs(pack(streams), [np.arange(len(s)) > 0 for s in streams], self._device)
-            with self._derived.used(self._version):
-                hidden = self._hidden(inputs.input_ids, inputs.position_ids, inputs.attention)
-                flat = []
-                for start in range(0, len(inputs.targets), 512):
-                    span = slice(start, start + 512)
-                    at, targets = hidden[inputs.predictors[span]], inputs.targets[span]
-                    if self._consistent:
-                        flat.append(token_logprobs(self._model, at, targets, temperature=temperature)[0])
-                    else:
-                        logits = self._derived.logits(at, self._version) / temperature
-                        flat.append(logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, -1))
-        scores = torch.cat(flat).cpu().numpy() if flat else np.zeros(0, np.float32)
-        pieces = np.split(scores, np.cumsum([len(s) - 1 for s in streams])[:-1])
-        return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
+        with torch.no_grad(), self._derived.used(self._version):
+            return self._scores.of(token_lists, temperature, self._version, capture=self._capture)
 
     async def update_weights(self, update: WeightUpdate) -> int:
         """Take a version: with tensors they are copied into the module; without, the module has them already.
@@ -203,6 +190,7 @@ class LocalEngine:
         """Give the cache and copies of weights back; running requests keep what they have and are prefilled again."""
         self._enter_again()
         self._cache = self._graphs = None
+        self._scores.forget()
         self._derived.give_back()
 
     def _enter_again(self) -> None:
@@ -473,12 +461,7 @@ class LocalEngine:
         if not self._capture:
             return self._pass(input_ids, position_ids, plan)
         try:
-            with ExitStack() as layers:
-                if (joined := self._derived.joined(self._version)) is not None:
-                    layers.enter_context(joined.active())
-                if self._blocks is not None:
-                    layers.enter_context(self._blocks.used())
-                return self._pass(input_ids, position_ids, plan)
+            return self._hidden_of_steps(input_ids, position_ids, plan)
         except RunFailure:
             raise
         except Exception as error:
@@ -487,6 +470,14 @@ class LocalEngine:
         hidden = self._pass(input_ids, position_ids, plan)
         self._capture_no_more(why)
         return hidden
+
+    def _hidden_of_steps(self, input_ids: Tensor, position_ids: Tensor, plan: Plan) -> Tensor:
+        with ExitStack() as layers:
+            if (joined := self._derived.joined(self._version)) is not None:
+                layers.enter_context(joined.active())
+            if self._blocks is not None:
+                layers.enter_context(self._blocks.used())
+            return self._pass(input_ids, position_ids, plan)
 
     def _pass(self, input_ids: Tensor, position_ids: Tensor, plan: Plan) -> Tensor:
         with running(self._model, plan):
@@ -498,6 +489,7 @@ class LocalEngine:
         if self._launched is not None:
             self._launched.drawn.wait()
         self._capture, self._graphs, self._blocks = False, None, None
+        self._scores.forget()
         self._derived.give_back()
         warnings.warn(
             f"decoding steps are computed without CUDA graphs, which is slower: {why} (rollout.engine.eager: true "
