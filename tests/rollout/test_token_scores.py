@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from strop.models.forward import score_streams
 from strop.rollout.engine import WeightUpdate
 from strop.rollout.engines import graphs
 from strop.rollout.engines.local import LocalEngine
+from strop.rollout.engines.token_scores import TokenScores
 
 PROBE = [[1, 17, 33, 49], [4, 5]]
 
@@ -141,6 +144,34 @@ async def test_a_pass_that_cannot_be_captured_is_computed_without(monkeypatch: p
         warnings.simplefilter("error")
         for _ in range(2):
             await agrees(engine, model, PROBE)
+
+
+async def test_what_a_graph_reads_is_held_as_long_as_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_on_a_cpu(monkeypatch)
+
+    class Graph:
+        """It holds addresses alone."""
+
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(graphs, "captured", lambda compute, pool=None: (Graph(), compute()))
+    read: list[weakref.ref[Any]] = []
+    inputs_of = TokenScores._inputs
+
+    def noted(scores: TokenScores, streams: Any) -> Any:
+        inputs = inputs_of(scores, streams)
+        read.append(weakref.ref(inputs))
+        return inputs
+
+    monkeypatch.setattr(TokenScores, "_inputs", noted)
+    engine = engine_of(model_of())
+    for _ in range(3):
+        await engine.score(PROBE)
+    gc.collect()
+    assert [one() is None for one in read] == [True, False]
+    await engine.sleep()
+    gc.collect()
+    assert read[1]() is None
 
 
 async def test_without_graphs_nothing_is_captured(captures: list[int]) -> None:

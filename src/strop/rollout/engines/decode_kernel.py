@@ -97,7 +97,7 @@ def decode_attention(
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size,
         WIDTH=max(16, triton.next_power_of_2(size)), BLOCK=_BLOCK,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4, num_stages=3,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 

@@ -216,11 +216,13 @@ class Repeated:
     """One computation with a model as a graph, for the weights that the model has whenever it is asked.
 
     Args:
-        compute: gives one tensor; whatever else it reads must stay where it is.
+        compute: gives one tensor; what it refers to is held as long as the graph is.
     """
 
     def __init__(self, model: nn.Module, compute: Callable[[], Tensor]) -> None:
         self._model = model
+        # The graph reads its inputs where they were.
+        self._compute = compute
         self._places = self._where()
         self._graph, (self._found,) = captured(lambda: (compute(),))
 
