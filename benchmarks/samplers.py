@@ -81,6 +81,17 @@ class Driven:
         return self._loop.run_until_complete(work())
 
 
+def chosen_prefill(model: Any, job: Job, engine: str) -> int:
+    """Prompt tokens in one pass where the recipe does not say."""
+    import torch
+
+    from strop.planning.hardware import Hardware, choose_prefill
+
+    device = torch.device(job.device)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return choose_prefill(Hardware(device, model.dtype, job.threads, memory, ()), model.config, engine)
+
+
 def local(loaded: Any, job: Job, *, compiled: bool = False) -> Driven:
     """strop's own engine, with the sizes that a run on such a card has."""
     from strop.rollout.engines.local import LocalEngine
@@ -94,7 +105,7 @@ def local(loaded: Any, job: Job, *, compiled: bool = False) -> Driven:
             seed=0,
             context=job.context,
             max_sequences=max(job.sizes),
-            prefill_tokens=job.prefill_tokens or (16384 if job.device == "cuda" else 4096),
+            prefill_tokens=job.prefill_tokens or chosen_prefill(loaded.model, job, "local"),
             compiled=compiled,
         ),
         job,
@@ -117,7 +128,7 @@ def vllm(loaded: Any, job: Job) -> Driven:
         dtype=model.dtype,
         context=job.context,
         max_sequences=max(job.sizes),
-        prefill_tokens=job.prefill_tokens or 4096,
+        prefill_tokens=job.prefill_tokens or chosen_prefill(model, job, "vllm"),
         memory=job.memory,
         eager=job.device == "cpu",
         prefix_caching=True,

@@ -109,7 +109,7 @@ async def test_who_fails_or_does_not_answer_is_named_and_nobody_goes_on(verb: st
 async def test_a_trainer_that_cannot_offer_is_named_and_nothing_moves() -> None:
     trainer, engines, log = parties()
     trainer.fails = "offer"
-    with pytest.raises(RunFailure, match=r"failed at pausing\. In the trainer: ConnectionError: gone"):
+    with pytest.raises(RunFailure, match=r"failed at pausing and announcing\. In the trainer: ConnectionError: gone"):
         await publisher().publish(trainer, engines, version=3)
     assert not [line for line in log if line.split()[0] not in ("pause", "offer")]
     await no_task_is_left()

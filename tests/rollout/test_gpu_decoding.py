@@ -11,9 +11,13 @@ import pytest
 import torch
 import transformers
 
+from strop.config.model import LoraConfig
+from strop.config.training import OptimizerSettings
 from strop.models.forward import score_streams
+from strop.models.load import add_lora
 from strop.rollout.engine import SampleRequest, SampleSettings, WeightUpdate
 from strop.rollout.engines.local import LocalEngine
+from strop.training.single import SingleDeviceTrainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,12 +169,33 @@ async def test_a_probe_is_a_graph_from_the_second_time_on(compiled: bool, dtype:
         for mine, theirs in zip(found, score_streams(model, [np.array(tokens) for tokens in probe]), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=gap)
         seen.append(float(found[0][1]))
-        assert (engine._scores._repeated is not None) == (version > 1)
+        assert (engine._scores._repeated._graph is not None) == (version > 1)
         # Steps and scores are replayed in turn.
         await engine.generate(requests[version])
     assert len(set(seen)) == 4
     await engine.sleep()
-    assert engine._scores._repeated is None
+    assert engine._scores._repeated._graph is None
+
+
+@pytest.mark.parametrize("changes", [{}, {"compiled": True}, {"compiled": True, "recompute": "keep_attention"}])
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_trainer_scores_its_probe_again_from_a_graph(changes: dict[str, Any], adapters: bool) -> None:
+    model, probe = model_of(torch.bfloat16), [[4, 40, 80, 96], [7, 9, 11]]
+    if adapters:
+        model = add_lora(model, LoraConfig(rank=4), 0, updates=1)
+    trainer, seen = SingleDeviceTrainer(model, OptimizerSettings(), total_updates=9, **changes), []
+    for number in range(4):
+        found = trainer.score(probe)
+        for mine, theirs in zip(found, score_streams(model, [np.array(tokens) for tokens in probe]), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=0.1)
+        assert trainer._repeated is not None
+        assert (trainer._repeated._graph is not None) == (number > 0)
+        seen.append(float(found[0][1]))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+    assert len(set(seen)) == 4
 
 
 async def test_half_precision_log_probabilities_are_near_the_trainers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import warnings
 import weakref
 from collections import Counter
 from contextlib import ExitStack
@@ -515,17 +516,60 @@ async def test_a_model_that_cannot_be_captured_keeps_no_copies(monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
-async def test_without_room_for_copies_steps_are_decoded_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_room_for_copies_layers_are_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(JoinedLinears, "copy", no_room)
     model = make()
     engine = engine_of(model, joins=True)
-    with pytest.warns(RuntimeWarning, match="without CUDA graphs.*out of memory"):
+    with pytest.warns(RuntimeWarning, match="no memory to join them, CUDA out of memory") as warned:
         found = await sample(engine)
     same(found, await sample(engine_of(model, joins=False)))
+    assert len(warned) == 1
+    assert engine._graphs is not None
     assert engine._derived.joined_bytes() == 0
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+async def test_a_pass_that_finds_no_memory_fails_and_the_next_one_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    engine = engine_of(model, joins=True)
+    expected = await sample(engine)
+    passes, compute = iter([True]), LocalEngine._pass
+
+    def short(engine: LocalEngine, *given: Any) -> Any:
+        if next(passes, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute(engine, *given)
+
+    monkeypatch.setattr(LocalEngine, "_pass", short)
+    with pytest.raises(RunFailure, match="CUDA out of memory"):
+        await sample(engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same(await sample(engine), expected)
+    assert engine._capture
+
+
+@pytest.mark.usefixtures("graphs_on_a_cpu")
+async def test_weights_that_are_somewhere_else_are_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    engine, plain = engine_of(model, joins=True), engine_of(model, joins=False)
+    await sample(engine)
+    decoder = engine._graphs
+    await engine.update_weights(WeightUpdate(1))
+    await sample(engine)
+    assert engine._graphs is decoder
+    task = asyncio.create_task(sample(engine))
+    while engine._launched is None:
+        await asyncio.sleep(0)
+    # In the middle of completions too.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    await engine.update_weights(WeightUpdate(2))
+    same(await task, await sample(plain))
+    assert engine._graphs is not decoder
 
 
 async def test_no_layer_is_joined_on_a_cpu() -> None:

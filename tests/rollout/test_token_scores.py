@@ -14,11 +14,16 @@ import torch
 import transformers
 from eager_graphs import capture_on_a_cpu
 
-from strop.models.forward import score_streams
+from strop.config.model import LoraConfig
+from strop.config.training import OptimizerSettings
+from strop.models import repeated
+from strop.models.forward import packed_inputs, score_streams
+from strop.models.load import add_lora
 from strop.rollout.engine import WeightUpdate
-from strop.rollout.engines import graphs
+from strop.rollout.engines import token_scores
 from strop.rollout.engines.local import LocalEngine
-from strop.rollout.engines.token_scores import TokenScores
+from strop.training.parallel.ranks import Alone
+from strop.training.single import SingleDeviceTrainer
 
 PROBE = [[1, 17, 33, 49], [4, 5]]
 
@@ -28,7 +33,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Replays of each graph that was captured."""
     capture_on_a_cpu(monkeypatch)
     replays: list[int] = []
-    capture = graphs.captured
+    capture = repeated.captured
 
     def counted(compute: Any, pool: Any = None) -> Any:
         graph, found = capture(compute, pool)
@@ -42,7 +47,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         graph.replay = counting
         return graph, found
 
-    monkeypatch.setattr(graphs, "captured", counted)
+    monkeypatch.setattr(repeated, "captured", counted)
     return replays
 
 
@@ -134,7 +139,7 @@ async def test_a_pass_that_cannot_be_captured_is_computed_without(monkeypatch: p
     def refuse(*_: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs, "captured", refuse)
+    monkeypatch.setattr(repeated, "captured", refuse)
     model = model_of()
     engine = engine_of(model)
     await agrees(engine, model, PROBE)
@@ -154,16 +159,15 @@ async def test_what_a_graph_reads_is_held_as_long_as_the_graph(monkeypatch: pyte
 
         def replay(self) -> None: ...
 
-    monkeypatch.setattr(graphs, "captured", lambda compute, pool=None: (Graph(), compute()))
+    monkeypatch.setattr(repeated, "captured", lambda compute, pool=None: (Graph(), compute()))
     read: list[weakref.ref[Any]] = []
-    inputs_of = TokenScores._inputs
 
-    def noted(scores: TokenScores, streams: Any) -> Any:
-        inputs = inputs_of(scores, streams)
+    def noted(*given: Any) -> Any:
+        inputs = packed_inputs(*given)
         read.append(weakref.ref(inputs))
         return inputs
 
-    monkeypatch.setattr(TokenScores, "_inputs", noted)
+    monkeypatch.setattr(token_scores, "packed_inputs", noted)
     engine = engine_of(model_of())
     for _ in range(3):
         await engine.score(PROBE)
@@ -179,4 +183,47 @@ async def test_without_graphs_nothing_is_captured(captures: list[int]) -> None:
     engine = LocalEngine(model, None, eos_ids=(), seed=3, context=128, pack_weights=False, graphs=False)
     for _ in range(3):
         await agrees(engine, model, PROBE)
+    assert captures == []
+
+
+def trainer_of(model: Any, **options: Any) -> SingleDeviceTrainer:
+    return SingleDeviceTrainer(model, OptimizerSettings(), total_updates=9, **options)
+
+
+def scored_alike(trainer: SingleDeviceTrainer, model: Any) -> float:
+    found = trainer.score(PROBE)
+    for mine, theirs in zip(found, score_streams(model, [np.asarray(tokens) for tokens in PROBE]), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    return float(found[0][1])
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_trainer_scores_its_probe_again_from_a_graph(captures: list[int], adapters: bool, recompute: bool) -> None:
+    model = model_of()
+    if adapters:
+        model = add_lora(model, LoraConfig(rank=2), 0, updates=1)
+    trainer, seen = trainer_of(model, recompute=recompute), set()
+    for _ in range(4):
+        seen.add(scored_alike(trainer, model))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.3)
+    assert captures == [3]
+    assert len(seen) == 4
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    scored_alike(trainer, model)
+    assert captures == [3, 1]
+
+
+def test_a_rank_among_others_captures_nothing(captures: list[int]) -> None:
+    class Ranks(Alone):
+        """Whose passes need others."""
+
+    model = model_of()
+    trainer = trainer_of(model, ranks=Ranks())
+    for _ in range(3):
+        scored_alike(trainer, model)
     assert captures == []

@@ -103,7 +103,7 @@ class Publisher:
             f"engine {name}": _as_coroutine(engine.pause()) for name, engine in engines.items()
         }
         begun["the trainer"] = _as_coroutine(trainer.offer(version, takers=len(engines), whole=whole))
-        offer: Offer = (await self._all("pausing", begun))["the trainer"]
+        offer: Offer = (await self._all("pausing and announcing", begun))["the trainer"]
         delivered = await self._move(trainer, engines, offer)
         manifest = delivered.manifest
         lists = self._probe.token_lists

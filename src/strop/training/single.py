@@ -20,10 +20,11 @@ from strop.models.adaptive import adaptive_ranks
 from strop.models.blocks import ChangedBlocks
 from strop.models.consistent_mode import frozen_copy
 from strop.models.few_rows import few_rows
-from strop.models.forward import packed_inputs
+from strop.models.forward import PackedInputs, packed_inputs
 from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
+from strop.models.repeated import RepeatedScores
 from strop.training.batching import MicroBatch, Passes, filler, micro_batches, mini_batches
 from strop.training.forwards import Asked, Forwards, Given, Head
 from strop.training.optimizer import MasterOptimizer
@@ -104,6 +105,8 @@ class SingleDeviceTrainer:
         blocks = ChangedBlocks(model, compiled=compiled, recompute=recompute) if compiled or recompute else None
         self._forwards = Forwards(model, self._ranks_of, blocks, head, chunk)
         self._whole = self._ranks_of.divide(model, value_head=value_head)
+        # Where others have parts of the model, their passes are not to be captured.
+        self._repeated = RepeatedScores(model) if type(self._ranks_of) is Alone else None
         trained = list(model.named_parameters())
         scales = {}
         if value_head is not None:
@@ -182,16 +185,29 @@ class SingleDeviceTrainer:
         """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
         self._without_dropout()
         streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
-        packed = padded(pack(streams), self._ranks_of.multiple)
-        inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
+
+        def scores() -> Callable[[], Tensor]:
+            packed = padded(pack(streams), self._ranks_of.multiple)
+            inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
+            return lambda: self._score(inputs)
+
+        with torch.no_grad():
+            flat = None
+            if self._repeated is not None:
+                flat = self._repeated.of([stream.tolist() for stream in streams], 1.0, scores)
+            if flat is None:
+                flat = scores()()
+                self._ranks_of.rest(self._whole)
+        pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
+        return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
+
+    def _score(self, inputs: PackedInputs) -> Tensor:
+        """Log-probabilities [N] of the wanted tokens."""
         # Compiled blocks have their own products, and would be compiled anew for others.
         few = nullcontext() if self._forwards.compiled else few_rows(self.model)
         # What else computes these layers otherwise comes first, and is left alone.
-        with torch.no_grad(), self._forwards.running(self.model, self._ranks_of.plan(inputs.attention)), few:
-            flat = self._whole(lambda: self._forwards.compute(self._whole, inputs, Asked())).logprobs
-            self._ranks_of.rest(self._whole)
-        pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
-        return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
+        with self._forwards.running(self.model, self._ranks_of.plan(inputs.attention)), few:
+            return self._whole(lambda: self._forwards.compute(self._whole, inputs, Asked())).logprobs
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Store.named_weights`."""

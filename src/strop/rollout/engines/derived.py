@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from strop.errors import RunFailure
@@ -60,9 +62,19 @@ class Derived:
         if not self._joins:
             return None
         if self.joined_layers is None:
-            if self._kept is None:
-                self._kept = JoinedLinears(self._model)
-            self._kept.copy()
+            try:
+                if self._kept is None:
+                    self._kept = JoinedLinears(self._model)
+                self._kept.copy()
+            except torch.OutOfMemoryError as error:
+                # Only when they are made, which is before any graph.
+                self._joins, self._kept = False, None
+                warnings.warn(
+                    f"layers are computed one by one, which is slower: there is no memory to join them, {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return None
             self.joined_layers = (version, self._kept)
         return _of(self.joined_layers, version, "copied")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,21 +19,12 @@ from strop.errors import RunFailure
 from strop.models.attention import Scores, running
 from strop.models.blocks import ChangedBlocks
 from strop.models.forward import backbone
+from strop.models.repeated import Graph, captured, places
 from strop.rollout.engines.joined_linear import JoinedLinears
 from strop.rollout.engines.kv_cache import KVCache
 
 _FEW = (1, 2, 4, 8, 16, 24, 32)
 _STEP = 32
-# How often a step is computed before it is captured: kernels are chosen and compiled then.
-_WARM_UP = 2
-
-
-class Graph(Protocol):
-    """A `torch.cuda.CUDAGraph`."""
-
-    def replay(self) -> None: ...
-
-    def pool(self) -> Any: ...
 
 
 class NotCaptured(Exception):
@@ -92,11 +83,16 @@ class GraphDecoder:
         self._newest = torch.zeros(rows, dtype=torch.int64, device=device)
         self._graphs: dict[int, tuple[Graph, Tensor, Tensor]] = {}
         self._capacity = cache.capacity
+        self._places, self._moved = places(model), False
         self._pool: Any = None
 
     def fits(self) -> bool:
-        """Whether the cache is where it was when graphs were captured."""
-        return self._capacity == self._cache.capacity
+        """Whether the cache is where it was when graphs were captured, and weights were when they were last new."""
+        return self._capacity == self._cache.capacity and not self._moved
+
+    def weights_are_new(self) -> None:
+        """To be called after each update of the weights, which may have given them other memory."""
+        self._moved = self._places != places(self._model)
 
     def launch(
         self,
@@ -217,49 +213,6 @@ class _Step:
         return self._tiles.attend(query, keys, values, scores)
 
 
-class Repeated:
-    """One computation with a model as a graph, for the weights that the model has whenever it is asked.
-
-    Args:
-        compute: gives one tensor; what it refers to is held as long as the graph is.
-    """
-
-    def __init__(self, model: nn.Module, compute: Callable[[], Tensor]) -> None:
-        self._model = model
-        # The graph reads its inputs where they were.
-        self._compute = compute
-        self._places = self._where()
-        self._graph, (self._found,) = captured(lambda: (compute(),))
-
-    def fits(self) -> bool:
-        """Whether the weights are where they were."""
-        return self._places == self._where()
-
-    def again(self) -> Tensor:
-        """What it gives now; overwritten by the next call."""
-        self._graph.replay()
-        return self._found
-
-    def _where(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._model.parameters()]
-
-
-def captured(compute: Callable[[], tuple[Tensor, ...]], pool: Any = None) -> tuple[Graph, tuple[Tensor, ...]]:
-    """A computation as a graph, and the tensors in which each replay leaves what it gives. pool: of memory."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UP):
-                compute()
-    finally:
-        torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        found = compute()
-    return graph, found
-
-
 def capturable(device: torch.device) -> bool:
     """Whether steps can be captured on a device at all."""
     from torch.utils._triton import has_triton
@@ -267,4 +220,4 @@ def capturable(device: torch.device) -> bool:
     return device.type == "cuda" and bool(has_triton())
 
 
-__all__ = ["Drawn", "GraphDecoder", "NotCaptured", "Repeated", "capturable"]
+__all__ = ["Drawn", "GraphDecoder", "NotCaptured", "capturable"]

@@ -156,6 +156,8 @@ class LocalEngine:
         if update.tensors is not None:
             self._copy(update.tensors)
         self._version = update.version
+        if self._graphs is not None:
+            self._graphs.weights_are_new()
         # What was computed with the old weights is not lent to requests that enter from now on.
         for sequence in self._running:
             sequence.first_hidden = None
@@ -360,7 +362,7 @@ class LocalEngine:
         try:
             drawn = self._decoder().launch(draws.last[:count], lengths[:count], draws.temperatures[:count], u, sources)
         except NotCaptured as why:
-            self._capture_no_more(str(why))
+            self._capture_no_more("a decoding step", str(why))
             return None
         lengths[:count] += 1
         draws.positions[:count] += 1
@@ -462,13 +464,14 @@ class LocalEngine:
             return self._pass(input_ids, position_ids, plan)
         try:
             return self._hidden_of_steps(input_ids, position_ids, plan)
-        except RunFailure:
+        except (RunFailure, torch.OutOfMemoryError):
+            # A smaller `prefill_tokens` mends the latter; without compiled blocks a pass needs more memory.
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         # Where this fails too, the layers are not to blame.
         hidden = self._pass(input_ids, position_ids, plan)
-        self._capture_no_more(why)
+        self._capture_no_more("a pass over prompts or a probe", why)
         return hidden
 
     def _hidden_of_steps(self, input_ids: Tensor, position_ids: Tensor, plan: Plan) -> Tensor:
@@ -484,7 +487,7 @@ class LocalEngine:
             found = backbone(self._model)(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         return found.last_hidden_state[0]
 
-    def _capture_no_more(self, why: str) -> None:
+    def _capture_no_more(self, what: str, why: str) -> None:
         """Compute everything plainly from now on. A step that was launched keeps what it draws."""
         if self._launched is not None:
             self._launched.drawn.wait()
@@ -492,8 +495,8 @@ class LocalEngine:
         self._scores.forget()
         self._derived.give_back()
         warnings.warn(
-            f"decoding steps are computed without CUDA graphs, which is slower: {why} (rollout.engine.eager: true "
-            "says so from the start)",
+            f"completions are sampled without CUDA graphs and compiled blocks, which is slower: {what} failed with "
+            f"them, {why} (rollout.engine.eager: true does without from the start)",
             RuntimeWarning,
             stacklevel=2,
         )

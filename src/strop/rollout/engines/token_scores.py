@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,11 +12,10 @@ from strop.models.attention import Plan
 from strop.models.consistent_mode import is_consistent
 from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
 from strop.models.layout import pack
+from strop.models.repeated import RepeatedScores
 from strop.rollout.engines.derived import Derived
-from strop.rollout.engines.graphs import Repeated
 
-# Tokens up to which scores that are asked for again are a graph, and those whose logits exist at a time.
-_FEW = 64
+# Tokens whose logits exist at a time.
 _CHUNK = 512
 
 Hidden = Callable[[Tensor, Tensor, Plan], Tensor]
@@ -25,9 +23,6 @@ Hidden = Callable[[Tensor, Tensor, Plan], Tensor]
 
 class TokenScores:
     """Scores of one model; see `of`.
-
-    A proof of delivery scores the same few tokens with each version. The second time they become a CUDA graph: such a
-    pass is a thousand kernels, each of which Python needs longer to start than the GPU to compute.
 
     Args:
         hidden, captured: (input_ids, position_ids [1, T], plan of attention) to hidden states [T, H]; the second with
@@ -38,55 +33,31 @@ class TokenScores:
         self._model, self._derived, self._hidden, self._captured = model, derived, hidden, captured
         self._device = next(model.parameters()).device
         self._consistent = is_consistent(model)
-        self._repeats = not self._consistent
-        self._asked: tuple[list[list[int]], float] | None = None
-        self._repeated: Repeated | None = None
+        self._repeated = RepeatedScores(model)
 
     def of(
         self, token_lists: Sequence[Sequence[int]], temperature: float, version: int, *, capture: bool
     ) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32 [L]; the first one is NaN."""
         streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
-        few = sum(map(len, streams)) <= _FEW
-        flat = self._again(streams, temperature, version) if capture and few and self._repeats else None
+
+        def scores(hidden: Hidden) -> Callable[[], Tensor]:
+            inputs = packed_inputs(pack(streams), [np.arange(len(s)) > 0 for s in streams], self._device)
+            return lambda: self._compute(hidden, inputs, temperature, version)
+
+        flat = None
+        if capture:
+            # Before each replay too: a graph reads what the copies hold then.
+            self._derived.joined(version)
+            flat = self._repeated.of([s.tolist() for s in streams], temperature, lambda: scores(self._captured))
         if flat is None:
-            flat = self._compute(self._hidden, self._inputs(streams), temperature, version)
+            flat = scores(self._hidden)()
         pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
         return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
 
     def forget(self) -> None:
-        """Give the graph back: what it reads will not stay where it is."""
-        self._asked = self._repeated = None
-
-    def _again(self, streams: Sequence[np.ndarray], temperature: float, version: int) -> Tensor | None:
-        """[N], if the same was asked before, and can be captured."""
-        asked = [stream.tolist() for stream in streams], temperature
-        before, self._asked = self._asked, asked
-        if asked != before:
-            self._repeated = None
-            return None
-        # Before each replay too: the graph reads what the copies hold then.
-        self._derived.joined(version)
-        if self._repeated is None or not self._repeated.fits():
-            self._repeated = None
-            inputs = self._inputs(streams)
-            try:
-                self._repeated = Repeated(
-                    self._model, lambda: self._compute(self._captured, inputs, temperature, version)
-                )
-            except Exception as error:
-                self._repeats = False
-                warnings.warn(
-                    f"what is scored again and again is computed without a CUDA graph, which is slower: "
-                    f"{type(error).__name__}: {error}",
-                    RuntimeWarning,
-                    stacklevel=4,
-                )
-                return None
-        return self._repeated.again()
-
-    def _inputs(self, streams: Sequence[np.ndarray]) -> PackedInputs:
-        return packed_inputs(pack(streams), [np.arange(len(stream)) > 0 for stream in streams], self._device)
+        """What is held for scores that are asked for again reads weights that will not stay where they are."""
+        self._repeated.forget()
 
     def _compute(self, hidden: Hidden, inputs: PackedInputs, temperature: float, version: int) -> Tensor:
         """[N] float32."""
