@@ -198,9 +198,10 @@ def publications(case: Case, pipe: Any, port: int, folder: Path, repeats: int) -
         offer = sender.send(recording, recording.over(tensors.items()))
         if not offer.streams:
             pipe.send(("take", offer))
+        # Some sums are still on their way.
+        manifest = recording.manifest()
         answer(pipe)
         moved = time.perf_counter() - started
-        manifest = recording.manifest()
         started = time.perf_counter()
         pipe.send(("verify", manifest))
         faults = answer(pipe)
