@@ -62,7 +62,8 @@ class Served:
         assert self.process.poll() is None
         try:
             return self.ask("GET", "/health") == {"status": "ok"}
-        except urllib.error.URLError:
+        except (urllib.error.URLError, ConnectionError):
+            # A connection that was taken and never answered is reset.
             return False
 
     def kill(self) -> None:
