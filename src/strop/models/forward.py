@@ -171,6 +171,12 @@ def score_streams(
         inputs = packed_inputs(pack(streams), wanted, device)
         with running(model, inputs.attention):
             flat, _ = packed_logprobs(model, inputs, temperature=temperature, chunk=chunk)
+    return by_stream(flat, streams)
+
+
+def by_stream(flat: Tensor, streams: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Scores of all tokens of some streams but the first of each, end to end, as float32 [L_i]; the first ones are
+    NaN."""
     pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
     return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
 

@@ -105,8 +105,13 @@ def activation_bytes(model_config: Any, *, item: int, recompute: Recompute) -> i
         return int(layers * item * (hidden + heads * (getattr(model_config, "head_dim", None) or hidden // heads)))
     if recompute:
         return int(layers * hidden * item)
-    inner = getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None) or 4 * hidden
+    inner = _inner_size(model_config)
     return int(layers * item * (16 * hidden + 5 * inner))
+
+
+def _inner_size(model_config: Any) -> int:
+    found = getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None)
+    return int(found or 4 * model_config.hidden_size)
 
 
 def _most_tokens(device: str, *, sampled: bool) -> int:
@@ -189,7 +194,7 @@ def choose_prefill(hardware: Hardware, model_config: Any, engine: str) -> int:
     if hardware.device.type != "cuda" or engine != "local":
         return 4096
     hidden = model_config.hidden_size
-    inner = getattr(model_config, "intermediate_size", None) or getattr(model_config, "n_inner", None) or 4 * hidden
+    inner = _inner_size(model_config)
     fits = int(hardware.memory // 25 // (hardware.dtype.itemsize * (8 * hidden + 4 * inner)))
     return max(4096, min(16384, 1 << max(0, fits.bit_length() - 1)))
 

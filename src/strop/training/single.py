@@ -20,7 +20,7 @@ from strop.models.adaptive import adaptive_ranks
 from strop.models.blocks import ChangedBlocks
 from strop.models.consistent_mode import frozen_copy
 from strop.models.few_rows import few_rows
-from strop.models.forward import PackedInputs, packed_inputs
+from strop.models.forward import PackedInputs, by_stream, packed_inputs
 from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
@@ -198,8 +198,7 @@ class SingleDeviceTrainer:
             if flat is None:
                 flat = scores()()
                 self._ranks_of.rest(self._whole)
-        pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
-        return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
+        return by_stream(flat, streams)
 
     def _score(self, inputs: PackedInputs) -> Tensor:
         """Log-probabilities [N] of the wanted tokens."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from strop.models.attention import Plan
 from strop.models.consistent_mode import is_consistent
-from strop.models.forward import PackedInputs, packed_inputs, token_logprobs
+from strop.models.forward import PackedInputs, by_stream, packed_inputs, token_logprobs
 from strop.models.layout import pack
 from strop.models.repeated import RepeatedScores
 from strop.rollout.engines.derived import Derived
@@ -52,8 +52,7 @@ class TokenScores:
             flat = self._repeated.of([s.tolist() for s in streams], temperature, lambda: scores(self._captured))
         if flat is None:
             flat = scores(self._hidden)()
-        pieces = np.split(flat.cpu().numpy(), np.cumsum([len(stream) - 1 for stream in streams])[:-1])
-        return [np.concatenate([[np.float32("nan")], piece]).astype(np.float32) for piece in pieces]
+        return by_stream(flat, streams)
 
     def forget(self) -> None:
         """What is held for scores that are asked for again reads weights that will not stay where they are."""
