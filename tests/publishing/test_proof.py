@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from strop.config.training import OptimizerSettings
 from strop.errors import RunFailure
+from strop.models.forward import score_streams
 from strop.publishing.proof import Probe
 from strop.publishing.shared import SharedPublisher
 from strop.rollout.engine import WeightUpdate
@@ -150,11 +153,17 @@ async def test_one_corrupt_value_is_noticed(tiny_model: Make) -> None:
 class Scripted:
     """A side of the probe that says what it is told."""
 
-    def __init__(self, values: Sequence[float]) -> None:
+    def __init__(self, values: Sequence[float], moves: Sequence[float] = ()) -> None:
         self.values = np.asarray([np.nan, *values], dtype=np.float32)
+        self.moves = np.asarray([np.nan, *(moves or [0.0] * len(values))], dtype=np.float32)
+        self.asked = 0
 
     def score(self, _: Any) -> list[np.ndarray]:
         return [self.values]
+
+    def rounding(self, _: Any) -> list[np.ndarray]:
+        self.asked += 1
+        return [self.moves]
 
 
 class ScriptedEngine(Scripted):
@@ -162,9 +171,15 @@ class ScriptedEngine(Scripted):
         return [self.values]
 
 
-async def proves(probe: Probe, ours: Sequence[float], theirs: Sequence[float]) -> float:
+async def proves(
+    probe: Probe, ours: Sequence[float], theirs: Sequence[float], moves: Sequence[float] = (), *, asks: bool = True
+) -> float:
     engine: Any = ScriptedEngine(theirs)
-    return await probe.prove(Scripted(ours), engine, version=1)
+    trainer = Scripted(ours, moves)
+    try:
+        return await probe.prove(trainer, engine, version=1)
+    finally:
+        assert trainer.asked <= asks
 
 
 async def test_the_first_publication_measures_the_rounding() -> None:
@@ -184,13 +199,83 @@ async def test_other_weights_from_the_start_are_not_taken_for_rounding() -> None
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-async def test_what_is_not_a_number_does_not_pass(first: bool, value: float) -> None:
+@pytest.mark.parametrize("moves", [(), (0.0, np.nan), (0.0, np.inf), (np.inf, 0.0)])
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+async def test_what_is_not_a_number_does_not_pass(first: bool, moves: Sequence[float], value: float) -> None:
     probe = Probe([[0, 1, 2]], floor=1e-4)
     if not first:
         await proves(probe, [-1.0, -2.0], [-1.0, -2.0])
     with pytest.raises(RunFailure):
-        await proves(probe, [-1.0, -2.0], [-1.0, value])
+        await proves(probe, [-1.0, -2.0], [-1.0, value], moves)
+
+
+@pytest.mark.parametrize("moves", [np.nan, np.inf])
+async def test_rounding_that_is_not_a_number_allows_nothing(moves: float) -> None:
+    with pytest.raises(RunFailure):
+        await proves(Probe([[0, 1, 2]], floor=1e-4, tolerance=1e-4), [-1.0, -2.0], [-1.0, -2.1], [0.0, moves])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_engine_that_is_not_a_number_is_seen_whoever_is_first(turned: bool) -> None:
+    ours, broken = Scripted([-1.0, -2.0]), Scripted([-1.0, np.nan])
+    engines = {"a": ours.score(0), "b": broken.score(0)}
+    if turned:
+        engines = dict(reversed(engines.items()))
+
+    async def rounding() -> list[np.ndarray]:
+        return ours.rounding(0)
+
+    with pytest.raises(RunFailure, match="engine b"):
+        asyncio.run(Probe([[0, 1, 2]], floor=1e-4).judge(ours.score(0), engines, rounding=rounding, version=1))
+
+
+async def test_a_token_is_held_to_what_rounding_does_to_it() -> None:
+    probe = Probe([[0, 1, 2]], floor=1e-4)
+    await proves(probe, [-1.0, -2.0], [-1.0, -2.00001], asks=False)
+    # Such a difference is looked into, and each token is judged by itself.
+    assert await proves(probe, [-1.0, -2.0], [-1.0, -2.9], [1e-6, 0.1]) == pytest.approx(0.9, rel=1e-3)
+    with pytest.raises(RunFailure, match=r"differ by 0\.01 nats, 0\.0001 is rounding"):
+        await proves(probe, [-1.0, -2.0], [-1.01, -2.9], [1e-6, 0.1])
+    with pytest.raises(RunFailure, match=r"differ by 1\.1 nats, 1 is rounding"):
+        await proves(probe, [-1.0, -2.0], [-1.0, -3.1], [1e-6, 0.1])
+    # It is what it was for the next ones.
+    assert probe.tolerance == pytest.approx(1e-4, rel=0.1)
+
+
+class OtherWay:
+    """An engine that computes a model of bfloat16 in float32, as it was when it was made."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = copy.deepcopy(model).float()
+
+    async def score(self, lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return score_streams(self.model, [np.asarray(tokens) for tokens in lists])
+
+
+async def test_other_weights_make_more_of_rounding_and_no_alarm_of_it(tiny_model: Make) -> None:
+    """Attention that turns one way or the other moves a token by a nat in bfloat16, and by nothing before training."""
+    model = tiny_model().to(torch.bfloat16)
+    trainer = SingleDeviceTrainer(model, OptimizerSettings(), total_updates=1)
+    vocabulary = model.config.vocab_size
+    sequences = torch.randint(0, vocabulary, (24, 6), generator=torch.Generator().manual_seed(0)).tolist()
+
+    async def proved(probe: Probe, engine: Any) -> float:
+        return await probe.prove(trainer, engine, version=1)
+
+    probes = [Probe([tokens], floor=1e-3) for tokens in sequences]
+    before = [await proved(probe, OtherWay(model)) for probe in probes]
+    stale = OtherWay(model)
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.q_proj.weight.mul_(30)
+            block.mlp.down_proj.weight.mul_(4)
+        model.lm_head.weight.mul_(6)
+    after = [await proved(probe, OtherWay(model)) for probe in probes]
+    # Most are beyond what was measured before, and would have been taken for other weights.
+    assert sum(now > min(10 * then, 1) for now, then in zip(after, before, strict=True)) > 6
+    for probe in probes:
+        with pytest.raises(RunFailure):
+            await proved(probe, stale)
 
 
 @pytest.mark.parametrize("vocabulary", [3, 48, 49_152, 248_320])

@@ -27,6 +27,7 @@ class Party:
         self.name, self.log, self.streams = name, log, streams
         self.faults: list[Fault] = []
         self.scores = SCORES
+        self.moves = [np.asarray([np.nan, 0.0, 0.0], dtype=np.float32)]
         self.fails: str | None = None
         self.hangs: str | None = None
 
@@ -51,6 +52,10 @@ class Party:
     async def score(self, _: Sequence[Sequence[int]]) -> list[np.ndarray]:
         await self._do("score")
         return self.scores
+
+    async def rounding(self, _: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        await self._do("rounding")
+        return self.moves
 
     async def take(self, offer: Offer) -> None:
         await self._do(f"take {offer.transport}")
@@ -156,6 +161,32 @@ async def test_wrong_tensors_are_named_up_to_five_for_each_engine() -> None:
         "engine b: 1 of 9 tensors: t8 (holds the values of version 2)"
     )
     assert not [line for line in log if line.split()[0] in ("commit", "resume") or line in ("score a", "score b")]
+
+
+@pytest.mark.parametrize("moved", [0.04, 0.06])
+async def test_where_scores_differ_the_trainer_is_asked_what_rounding_does(moved: float) -> None:
+    trainer, engines, log = parties()
+    probe = Probe([[0, 1, 2]], floor=1e-4, tolerance=1e-4)
+    engines["b"].scores = [np.asarray([np.nan, -1.0, -2.5], dtype=np.float32)]
+    trainer.moves = [np.asarray([np.nan, 1e-6, moved], dtype=np.float32)]
+    if moved == 0.06:
+        found = await Publisher(probe).publish(trainer, engines, version=3)
+        assert found["publish/probe_gap"] == 0.5
+        assert log.index("rounding T") < log.index("commit a")
+        return
+    with pytest.raises(RunFailure) as caught:
+        await Publisher(probe).publish(trainer, engines, version=3)
+    assert "engine b" in caught.value.what
+    assert "differ by 0.5 nats, 0.4 is rounding" in caught.value.what
+    assert not [line for line in log if line.startswith("resume")]
+
+
+async def test_a_trainer_that_does_not_say_what_rounding_does_is_named() -> None:
+    trainer, engines, _ = parties()
+    engines["b"].scores = [np.asarray([np.nan, -1.0, -2.5], dtype=np.float32)]
+    trainer.hangs = "rounding"
+    with pytest.raises(RunFailure, match=r"no answer from the trainer within 0\.2 s of measuring the rounding"):
+        await publisher(wait=0.2).publish(trainer, engines, version=3)
 
 
 class Slow(Party):

@@ -129,3 +129,6 @@ class Scores:
 
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return score_streams(self.model, token_lists)
+
+    def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return [np.full(len(tokens), 1e-7, np.float32) for tokens in token_lists]

@@ -184,6 +184,9 @@ class Trainer:
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return score_streams(self.model, token_lists)
 
+    def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return [np.full(len(tokens), 1e-7, np.float32) for tokens in token_lists]
+
     def export(self, tokenizer: Any, folder: Path) -> None:
         save_model(self.model, tokenizer, folder)
 

@@ -236,6 +236,7 @@ def gradients(case: Case, ranks: Alone | None = None) -> dict[str, Any]:
         "seen": batch.extra["logprobs"],
         "weights": weights,
         "score": torch.from_numpy(trainer.score([[1, 2, 3, 4, 5, 6, 7]])[0]),
+        "rounding": torch.from_numpy(trainer.rounding([[1, 2, 3, 4, 5, 6, 7]])[0]),
     }
 
 

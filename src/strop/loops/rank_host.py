@@ -135,6 +135,9 @@ class RankHost:
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return self.trainer.score(token_lists)
 
+    def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return self.trainer.rounding(token_lists)
+
     def save(self, folder: Path) -> dict[str, Any]:
         state = self.trainer.save(folder)
         path = folder / f"random-{self.rank}-of-{self._ranks.world}.json"

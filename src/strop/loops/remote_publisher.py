@@ -127,6 +127,9 @@ class _TrainerSide:
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return await self._group.call("side.score", token_lists)
 
+    async def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        return await self._group.call("side.rounding", token_lists)
+
 
 class _EngineSide:
     """The publisher's view of one engine."""

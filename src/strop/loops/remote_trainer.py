@@ -79,6 +79,10 @@ class RemoteTrainer:
         """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
         return list(self._ask("score", token_lists))
 
+    def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """How far rounding may move each of these scores, in nats, float32 [L]; the first one is NaN."""
+        return list(self._ask("rounding", token_lists))
+
     def hold(self, tokenizer: Any) -> Held:
         """What `export` and `save` would write now, in the memory of the ranks. What is returned is called from another
         thread than the loop's, and the ranks answer while they do other work."""

@@ -3,12 +3,16 @@
 Where weights are moved, checksums come first (`Receiver.verify`): they name each tensor that is not what was sent. They
 say nothing of what an engine derived from weights, such as packed copies, merged adapters and caches; the probe goes
 through these.
+
+How far apart rounding puts two ways of computing one model is another for other weights: training makes places where a
+block turns one way or the other, and a token that comes near one is moved by ten times of what others are. So what the
+first publication measured is not the last word: where scores differ by more, the trainer measures what rounding does to
+each of them with the present weights, and each is held to that.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +35,10 @@ class Scorer(Protocol):
 
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Log-probability of each token given those before it, float32 [L]; the first one is NaN."""
+        ...
+
+    def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """How far rounding may move each of these scores, in nats, float32 [L]; the first one is NaN."""
         ...
 
 
@@ -59,35 +67,58 @@ class Probe:
             RunFailure: the engine does not serve the trainer's weights.
         """
         mine = trainer.score(self.token_lists)
-        return self.judge(mine, {"": await engine.score(self.token_lists)}, version=version, cause=cause)
+        theirs = {"": await engine.score(self.token_lists)}
 
-    def judge(self, mine: Scores, theirs: Mapping[str, Scores], *, version: int, cause: str = "") -> float:
+        async def rounding() -> Scores:
+            return trainer.rounding(self.token_lists)
+
+        return await self.judge(mine, theirs, rounding=rounding, version=version, cause=cause)
+
+    async def judge(
+        self,
+        mine: Scores,
+        theirs: Mapping[str, Scores],
+        *,
+        rounding: Callable[[], Awaitable[Scores]],
+        version: int,
+        cause: str = "",
+    ) -> float:
         """Largest difference between the trainer's scores and those of any engine, in nats.
 
         The first call happens before any update, when all hold the weights that were loaded: it measures the rounding
-        between the two ways of computing, and later calls are held to ten times that.
+        between the two ways of computing, and later calls are held to ten times that, or where `rounding` says that a
+        token is moved by more with these weights, to ten times what it says.
 
         Args:
-            theirs: scores by the engine's name; an empty name where there is only one. cause: ends the message.
+            theirs: scores by the engine's name; an empty name where there is only one. rounding: see `Scorer`, of the
+                trainer; asked only where scores differ by more than what was measured first. cause: ends the message.
 
         Raises:
             RunFailure: an engine does not serve the trainer's weights.
         """
-        gaps = {name: _gap(mine, scores) for name, scores in theirs.items()}
-        # What is not a number is larger than anything.
-        worst_name = max(gaps, key=lambda name: (math.isnan(gaps[name]), gaps[name]))
-        worst = gaps[worst_name]
+        gaps = {name: _flat([a - b for a, b in zip(mine, scores, strict=True)]) for name, scores in theirs.items()}
+        # What is not a number stays so.
+        worst = float(np.concatenate(list(gaps.values())).max())
         if self.tolerance is None:
             self.tolerance = min(max(self.floor, MARGIN * worst), MOST) if worst <= 100 * self.floor else self.floor
-        if not worst <= self.tolerance:
-            which = worst_name and f"engine {worst_name}: "
+        if worst <= self.tolerance:
+            return worst
+        # What is not finite allows nothing, and is more than is allowed.
+        measured = np.nan_to_num(_flat(await rounding()), nan=0.0, posinf=0.0)
+        allowed = np.maximum(self.tolerance, MARGIN * measured)
+        beyond = {name: np.where(np.isfinite(gap), gap / allowed, np.inf) for name, gap in gaps.items()}
+        name = max(beyond, key=lambda name: float(beyond[name].max()))
+        at = int(beyond[name].argmax())
+        if beyond[name][at] > 1:
             raise RunFailure(
-                f"{which}the engine does not serve the weights of version {version}: log-probabilities of the probe "
-                f"differ by {worst:.3g} nats, {self.tolerance:.3g} is rounding{cause and f'. {cause}'}",
+                f"{name and f'engine {name}: '}the engine does not serve the weights of version {version}: "
+                f"log-probabilities of the probe differ by {gaps[name][at]:.3g} nats, {allowed[at]:.3g} is "
+                f"rounding{cause and f'. {cause}'}",
                 mend="the run stops so that nothing is trained on samples of other weights; resume from the checkpoint",
             )
         return worst
 
 
-def _gap(mine: Scores, theirs: Scores) -> float:
-    return float(max(np.abs(a[1:] - b[1:]).max() for a, b in zip(mine, theirs, strict=True)))
+def _flat(of_tokens: Scores) -> np.ndarray:
+    """Sizes of all but the first of each sequence, end to end."""
+    return np.abs(np.concatenate([values[1:] for values in of_tokens]))

@@ -41,6 +41,8 @@ class PublishingTrainer(Protocol):
 
     async def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]: ...
 
+    async def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]: ...
+
 
 class PublishedEngine(Protocol):
     """An engine as the publisher sees it (`EngineSide`, or a handle of one in another process)."""
@@ -126,7 +128,12 @@ class Publisher:
         finally:
             _leave(tasks)
         named = {name.removeprefix("engine "): scores for name, scores in theirs.items()}
-        gap = self._probe.judge(mine["the trainer"], named, version=version, cause=CAUSE)
+
+        async def rounding() -> list[np.ndarray]:
+            asked = {"the trainer": _as_coroutine(trainer.rounding(lists))}
+            return (await self._all("measuring the rounding", asked))["the trainer"]
+
+        gap = await self._probe.judge(mine["the trainer"], named, rounding=rounding, version=version, cause=CAUSE)
         probed = time.perf_counter() - before
 
         await every("committing", lambda engine: engine.commit(version))

@@ -84,7 +84,13 @@ class ServedPublisher:
         lists = self._probe.token_lists
         mine = await self._aside(lambda: trainer.score(lists))
         theirs = dict(zip(self._engines, await self._each(lambda engine: engine.score(lists)), strict=True))
-        gap = self._probe.judge(mine, theirs, version=version, cause=CAUSE)
+        gap = await self._probe.judge(
+            mine,
+            theirs,
+            rounding=lambda: self._aside(lambda: trainer.rounding(lists)),
+            version=version,
+            cause=CAUSE,
+        )
         probed = time.perf_counter() - before
         await self._each(lambda engine: engine.resume())
         if self._before is not None and self._before != target:

@@ -71,6 +71,10 @@ class TrainerSide:
         """Log-probability of each token given those before it, float32 [L]; the first one is NaN."""
         return await asyncio.to_thread(self._scorer.score, token_lists)
 
+    async def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """How far rounding may move each of these scores, in nats, float32 [L]; the first one is NaN."""
+        return await asyncio.to_thread(self._scorer.rounding, token_lists)
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()

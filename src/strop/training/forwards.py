@@ -70,9 +70,9 @@ class Forwards:
         return self.blocks is not None and self.blocks.compiled
 
     @contextmanager
-    def running(self, model: Any, plan: Plan) -> Iterator[None]:
-        """A plan for a model's attention, and how its blocks are computed, for one pass."""
-        blocks = self.blocks if model is self.model else None
+    def running(self, model: Any, plan: Plan, *, plain: bool = False) -> Iterator[None]:
+        """A plan for a model's attention, and how its blocks are computed, for one pass. plain: as they are."""
+        blocks = self.blocks if model is self.model and not plain else None
         with running(model, named_plan(plan)), nullcontext() if blocks is None else blocks.used():
             yield
 

@@ -31,6 +31,10 @@ class Trainer(Protocol):
         """Log-probability of each token given those before it, at temperature 1, float32 [L]; the first one is NaN."""
         ...
 
+    def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """How far rounding may move each of these scores, in nats, float32 [L]; the first one is NaN."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names and whole weights, adapters merged."""
         ...

@@ -19,6 +19,7 @@ from strop.config.training import OptimizerSettings
 from strop.models.adaptive import adaptive_ranks
 from strop.models.blocks import ChangedBlocks
 from strop.models.consistent_mode import frozen_copy
+from strop.models.disturbed import disturbed
 from strop.models.few_rows import few_rows
 from strop.models.forward import PackedInputs, by_stream, packed_inputs
 from strop.models.layout import pack, padded
@@ -36,6 +37,9 @@ from strop.training.store import VALUE_HEAD, Store
 from strop.training.targets import forward_on_targets
 from strop.training.totals import Totals
 from strop.training.update_rules import outer_weights
+
+# Passes of which the one that moves a score the most says what rounding may do to it.
+_DISTURBANCES = 8
 
 
 class SingleDeviceTrainer:
@@ -187,8 +191,7 @@ class SingleDeviceTrainer:
         streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
 
         def scores() -> Callable[[], Tensor]:
-            packed = padded(pack(streams), self._ranks_of.multiple)
-            inputs = packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
+            inputs = self._of_all_tokens(streams)
             return lambda: self._score(inputs)
 
         with torch.no_grad():
@@ -199,6 +202,31 @@ class SingleDeviceTrainer:
                 flat = scores()()
                 self._ranks_of.rest(self._whole)
         return by_stream(flat, streams)
+
+    def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """How far rounding may move what `score` gives: the largest distance of each token's log-probability, float32
+        [L], in passes whose layers are `disturbed`; the first one is NaN."""
+        self._without_dropout()
+        streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
+        inputs = self._of_all_tokens(streams)
+        plan = self._ranks_of.plan(inputs.attention)
+
+        def scores() -> Tensor:
+            return self._whole(lambda: self._forwards.compute(self._whole, inputs, Asked())).logprobs
+
+        # Compiled blocks would be compiled anew with what is disturbed in them.
+        with torch.no_grad(), self._forwards.running(self.model, plan, plain=True):
+            plain = scores()
+            found = torch.zeros_like(plain)
+            for seed in range(_DISTURBANCES):
+                with disturbed(self.model, seed):
+                    found = torch.maximum(found, (scores() - plain).abs())
+            self._ranks_of.rest(self._whole)
+        return by_stream(found, streams)
+
+    def _of_all_tokens(self, streams: Sequence[np.ndarray]) -> PackedInputs:
+        packed = padded(pack(streams), self._ranks_of.multiple)
+        return packed_inputs(packed, [np.arange(len(stream)) > 0 for stream in streams], self.device)
 
     def _score(self, inputs: PackedInputs) -> Tensor:
         """Log-probabilities [N] of the wanted tokens."""
