@@ -191,6 +191,12 @@ def test_a_trainer_scores_its_probe_again_from_a_graph(changes: dict[str, Any], 
         assert trainer._repeated is not None
         assert (trainer._repeated._graph is not None) == (number > 0)
         seen.append(float(found[0][1]))
+        for moves, mine in zip(trainer.rounding(probe), found, strict=True):
+            assert moves.shape == mine.shape
+            assert ((moves[1:] > 1e-4) & (moves[1:] < 5)).all()
+        # The graph knows of none of it.
+        for mine, again in zip(found, trainer.score(probe), strict=True):
+            np.testing.assert_allclose(mine, again, atol=0.1)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
