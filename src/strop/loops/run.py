@@ -260,6 +260,22 @@ class Run(BaseRun):
         metrics = self._figures = self.step_metrics(groups, batch, stats) | self._seen
         self._tokens["sampled"] += int(metrics.get("tokens/sampled", 0))
         self._tokens["trained"] += int(metrics["tokens/trained"])
+        self.metrics.log(self.step, metrics)
+        # Behind the line of this step, so that whoever goes on from the evaluated one and evaluates anew drops it.
+        self._take_evaluation()
+        sample = sample_of(groups, self._texts, self.step)
+        self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
+        self._warn_of_curriculum(metrics)
+        self._write_episodes(batch)
+        self._note("recording", started)
+        self.spans.sampled(self.journal.take_busy(), self.collector.verifying.take())
+        self.spans.write(self.step, metrics["time/step"])
+        self._watch.stop_if_asked()
+        return metrics
+
+    def _write_episodes(self, batch: TokenBatch) -> None:
+        """Begin to write those of this step. It comes after all trackers: these wait for threads of their own, which run
+        slower beside the one that writes."""
         every = self.config.tracking.episodes_every
         if every and self.step % every == 0:
             path = episodes_file(self.directory.episodes_folder, self.step)
@@ -268,17 +284,6 @@ class Run(BaseRun):
             others = columns_beside(compared, self.collector.discarded, self._texts)
             if others.lengths:
                 self._files.write(beside(path), others)
-        self.metrics.log(self.step, metrics)
-        # Behind the line of this step, so that whoever goes on from the evaluated one and evaluates anew drops it.
-        self._take_evaluation()
-        sample = sample_of(groups, self._texts, self.step)
-        self.display.step(StepView(self.step, self.config.run.steps, metrics, sample))
-        self._warn_of_curriculum(metrics)
-        self._note("recording", started)
-        self.spans.sampled(self.journal.take_busy(), self.collector.verifying.take())
-        self.spans.write(self.step, metrics["time/step"])
-        self._watch.stop_if_asked()
-        return metrics
 
     def step_metrics(self, groups: Sequence[Group], batch: TokenBatch, stats: dict[str, float]) -> dict[str, float]:
         """All metrics of the step that was trained last."""
