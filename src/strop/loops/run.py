@@ -274,7 +274,7 @@ class Run(BaseRun):
         return metrics
 
     def _write_episodes(self, batch: TokenBatch) -> None:
-        """Begin to write those of this step. It comes after all trackers: these wait for threads of their own, which run
+        """Begin to write those of this step; after all trackers, which wait for threads of their own, and these run
         slower beside the one that writes."""
         every = self.config.tracking.episodes_every
         if every and self.step % every == 0:
