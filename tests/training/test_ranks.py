@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_cases import Case, collectives_of_rank, gradients, gradients_of_rank, run_ranks
+from rank_cases import Case, collectives_of_rank, gradients, gradients_of_rank, make_trainer, rank_mesh, run_ranks
 
 TWO = [
     Case(shards=2),
@@ -143,3 +143,15 @@ def test_passes_in_bfloat16_are_added_in_float32(tmp_path: Path) -> None:
         # Added in bfloat16 they would be some 3e-3 apart.
         gap = float((grad - once["gradients"][name]).norm()) / float(grad.norm())
         assert gap < 1e-6, f"{name}: {gap:.2e}"
+
+
+def rounding_of_rank(case: Case) -> torch.Tensor:
+    trainer = make_trainer(case, rank_mesh(case) if case.fsdp else None)
+    return torch.from_numpy(trainer.rounding([[1, 2, 3, 4, 5, 6, 7]])[0])
+
+
+def test_rounding_of_divided_weights_is_that_of_whole_ones(tmp_path: Path) -> None:
+    """All layers are disturbed on ranks too, where FSDP gives blocks classes of its own."""
+    case = Case(shards=2, fsdp=True, bfloat16=True)
+    [divided] = run_ranks(2, rounding_of_rank, [case], tmp_path)
+    torch.testing.assert_close(divided, rounding_of_rank(Case(bfloat16=True)), rtol=1e-3, atol=0, equal_nan=True)

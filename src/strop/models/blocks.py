@@ -29,10 +29,11 @@ VARIANTS = 64
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
-    """The decoder's blocks: modules of the classes that transformers says must stay whole."""
+    """The decoder's blocks: modules of the classes that transformers says must stay whole, or of those that FSDP makes
+    of them."""
     base = without_adapters(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
-    return [module for module in base.modules() if type(module).__name__ in names]
+    return [module for module in base.modules() if names & {of.__name__ for of in type(module).__mro__}]
 
 
 class ChangedBlocks:
