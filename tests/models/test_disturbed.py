@@ -80,5 +80,5 @@ def test_a_trainer_says_what_rounding_does_to_each_score(tiny_model: Make, compi
         assert fine.shape == coarse.shape == a.shape
         assert np.isnan([fine[0], coarse[0]]).all()
         assert ((fine[1:] > 0) & (fine[1:] < 1e-5)).all()
-        assert (np.abs(a - b)[1:] < 10 * coarse[1:]).all()
+        assert (np.abs(a - b)[1:] < 4 * coarse[1:]).all()
         assert coarse[1:].max() > 1000 * fine[1:].max()

@@ -163,13 +163,13 @@ async def test_wrong_tensors_are_named_up_to_five_for_each_engine() -> None:
     assert not [line for line in log if line.split()[0] in ("commit", "resume") or line in ("score a", "score b")]
 
 
-@pytest.mark.parametrize("moved", [0.04, 0.06])
+@pytest.mark.parametrize("moved", [0.1, 0.15])
 async def test_where_scores_differ_the_trainer_is_asked_what_rounding_does(moved: float) -> None:
     trainer, engines, log = parties()
     probe = Probe([[0, 1, 2]], floor=1e-4, tolerance=1e-4)
     engines["b"].scores = [np.asarray([np.nan, -1.0, -2.5], dtype=np.float32)]
     trainer.moves = [np.asarray([np.nan, 1e-6, moved], dtype=np.float32)]
-    if moved == 0.06:
+    if moved == 0.15:
         found = await Publisher(probe).publish(trainer, engines, version=3)
         assert found["publish/probe_gap"] == 0.5
         assert log.index("rounding T") < log.index("commit a")

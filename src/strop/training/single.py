@@ -38,8 +38,9 @@ from strop.training.targets import forward_on_targets
 from strop.training.totals import Totals
 from strop.training.update_rules import outer_weights
 
-# Passes of which the one that moves a score the most says what rounding may do to it.
-_DISTURBANCES = 8
+# Passes of which the one that moves a score the most says what rounding may do to it. Eight miss some turns of a block
+# that rounding makes now and then.
+_DISTURBANCES = 32
 
 
 class SingleDeviceTrainer:
