@@ -287,7 +287,8 @@ async def test_other_weights_are_not_taken_for_rounding_where_it_moves_most_toke
     model = tiny_model().to(torch.bfloat16)
     sharpen(model)
     trainer = SingleDeviceTrainer(model, OptimizerSettings(), total_updates=1)
-    right, wrong = OtherWay(model), OtherWay(model)
+    right: Any = OtherWay(model)
+    wrong: Any = OtherWay(model)
     draws = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in wrong.model.parameters():
