@@ -18,8 +18,8 @@ def disturbed(model: nn.Module, seed: int) -> Iterator[None]:
     """Inside, what embeddings, linear layers and blocks give is multiplied by 1 + u, u uniform within one unit roundoff
     of its dtype (bfloat16 2^-8, float32 2^-24), and rounded to that dtype.
 
-    The draws are the seed's alone, and the same on all ranks of a model: parts that ranks have the same copies of stay
-    the same. Weights are not touched.
+    The draws are the seed's alone. Ranks that divide layers need the same one, so that what they have copies of stays
+    the same, and ranks that divide rows another. Weights are not touched.
     """
     draws: dict[torch.device, torch.Generator] = {}
 

@@ -88,8 +88,8 @@ class Publisher:
         Returns:
             publish/bytes: moved to each engine. publish/checksum_seconds: of the trainer's checksums and of the slowest
             engine's. publish/probe_seconds: what the probe adds, from when all engines are compared until all scores
-            are; the trainer begins with its own while engines compare. publish/seconds: of everything, checksum_seconds
-            and probe_seconds included. publish/probe_gap: nats.
+            are, and what rounding does where it is asked; the trainer begins with its own while engines compare.
+            publish/seconds: of everything, checksum_seconds and probe_seconds included. publish/probe_gap: nats.
 
         Raises:
             RunFailure: an engine does not hold or serve the version, or something was lost; engines stay paused.

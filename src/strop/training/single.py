@@ -38,8 +38,8 @@ from strop.training.targets import forward_on_targets
 from strop.training.totals import Totals
 from strop.training.update_rules import outer_weights
 
-# Passes of which the one that moves a score the most says what rounding may do to it. Eight miss some turns of a block
-# that rounding makes now and then.
+# Copies of what is scored, of which the one whose score is moved the most says what rounding may do to it. Eight miss
+# some turns of a block that rounding makes now and then.
 _DISTURBANCES = 32
 
 
@@ -206,10 +206,11 @@ class SingleDeviceTrainer:
 
     def rounding(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """How far rounding may move what `score` gives: the largest distance of each token's log-probability, float32
-        [L], in passes whose layers are `disturbed`; the first one is NaN."""
+        [L], among copies in a pass whose layers are `disturbed`; the first one is NaN."""
         self._without_dropout()
         streams = [np.asarray(tokens, dtype=np.int64) for tokens in token_lists]
-        inputs = self._of_all_tokens(streams)
+        # Side by side they take one pass over the weights, each with draws of its own.
+        inputs = self._of_all_tokens(streams * _DISTURBANCES)
         plan = self._ranks_of.plan(inputs.attention)
 
         def scores() -> Tensor:
@@ -218,12 +219,10 @@ class SingleDeviceTrainer:
         # Compiled blocks would be compiled anew with what is disturbed in them.
         with torch.no_grad(), self._forwards.running(self.model, plan, plain=True):
             plain = scores()
-            found = torch.zeros_like(plain)
-            for seed in range(_DISTURBANCES):
-                with disturbed(self.model, seed):
-                    found = torch.maximum(found, (scores() - plain).abs())
+            with disturbed(self.model, self._ranks_of.context_rank):
+                moved = (scores() - plain).abs().view(_DISTURBANCES, -1)
             self._ranks_of.rest(self._whole)
-        return by_stream(found, streams)
+        return by_stream(moved.amax(0), streams)
 
     def _of_all_tokens(self, streams: Sequence[np.ndarray]) -> PackedInputs:
         packed = padded(pack(streams), self._ranks_of.multiple)

@@ -44,6 +44,8 @@ class Alone:
     world = 1
     multiple = 1
     """Tokens of a packed row are a multiple of it."""
+    context_rank = 0
+    """Which part of a packed row it computes."""
     passes_together = False
     """Whether all ranks have to make the same number of passes."""
     divided = False
@@ -142,6 +144,7 @@ class Ranks(Alone):
         self._every_pass = every_pass
         d = mesh.dimensions
         self.multiple = d.context * (d.tensor if sequence else 1)
+        self.context_rank = mesh.context_rank
         self.passes_together = fsdp
         self.divided = fsdp or d.tensor > 1
         self.divides_layers = d.tensor > 1
@@ -205,7 +208,7 @@ class Ranks(Alone):
     def at(self, hidden: Tensor, places: Tensor, *, vocabulary: bool) -> Tensor:
         if self._tensor is not None:
             hidden = self._tensor.to_vocabulary(hidden) if vocabulary else self._tensor.to_whole_head(hidden)
-        first = self.mesh.context_rank * hidden.shape[0]
+        first = self.context_rank * hidden.shape[0]
         inside = (places >= first) & (places < first + hidden.shape[0])
         return hidden.index_select(0, places[inside] - first)
 
@@ -255,7 +258,7 @@ class Ranks(Alone):
 
     def _span(self, inputs: PackedInputs) -> tuple[int, int]:
         each = inputs.tokens // self.mesh.dimensions.context
-        return self.mesh.context_rank * each, (self.mesh.context_rank + 1) * each
+        return self.context_rank * each, (self.mesh.context_rank + 1) * each
 
     def _check_heads(self, config: Any) -> None:
         d = self.mesh.dimensions
