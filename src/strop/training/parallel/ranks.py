@@ -258,7 +258,7 @@ class Ranks(Alone):
 
     def _span(self, inputs: PackedInputs) -> tuple[int, int]:
         each = inputs.tokens // self.mesh.dimensions.context
-        return self.context_rank * each, (self.mesh.context_rank + 1) * each
+        return self.context_rank * each, (self.context_rank + 1) * each
 
     def _check_heads(self, config: Any) -> None:
         d = self.mesh.dimensions
