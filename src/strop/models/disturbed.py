@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from strop.models.blocks import blocks_of
 
@@ -24,11 +23,6 @@ def disturbed(model: nn.Module, seed: int) -> Iterator[None]:
     draws: dict[torch.device, torch.Generator] = {}
 
     def moved(given: Tensor) -> Tensor:
-        if isinstance(given, DTensor):
-            local = moved(given.to_local())
-            return DTensor.from_local(
-                local, given.device_mesh, given.placements, shape=given.shape, stride=given.stride()
-            )
         if given.device not in draws:
             draws[given.device] = torch.Generator(given.device).manual_seed(seed)
         noise = torch.rand(given.shape, generator=draws[given.device], device=given.device)
