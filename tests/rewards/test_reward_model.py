@@ -37,7 +37,8 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"create": MODEL},
         "data": {"train": {"path": str(folder / "pairs.jsonl")}},
         "supervised": {"method": "reward_model", "batch_size": 32},
-        "training": {"optimizer": {"learning_rate": 5e-3}},
+        # At a constant rate the loss may leap up again, and whether it does hangs on the rounding of the processor.
+        "training": {"optimizer": {"learning_rate": 5e-3, "schedule": "linear"}},
         "run": {"steps": 300, "folder": str(folder / "runs")},
         **QUIET,
     }
