@@ -94,14 +94,20 @@ def test_while_the_head_warms_up_the_backbone_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "least"),
+    "changes",
     [
-        ({"training.optimizer.learning_rate": 5e-3}, 0.6),
-        # Of a random model that stays as it is, adapters can make less.
-        ({"model.lora": {"rank": 8}, "training.optimizer.learning_rate": 2e-2, "training.epochs": 2}, 0.15),
+        {"training.optimizer.learning_rate": 5e-3},
+        # A constant or a larger rate leaps about, and where it is in the end hangs on the rounding of the processor.
+        {
+            "model.lora": {"rank": 8},
+            "training.optimizer.learning_rate": 1e-2,
+            "training.optimizer.schedule": "linear",
+            "training.epochs": 2,
+        },
     ],
+    ids=["all-weights", "adapters"],
 )
-def test_the_head_learns_to_tell_what_is_to_come(changes: dict[str, Any], least: float) -> None:
+def test_the_head_learns_to_tell_what_is_to_come(changes: dict[str, Any]) -> None:
     """The reward is the first digit of the prompt: nothing that is sampled matters, and everything can be known."""
     summary = train(
         config_of(
@@ -119,7 +125,7 @@ def test_the_head_learns_to_tell_what_is_to_come(changes: dict[str, Any], least:
     )
     found = [line["critic/explained_variance"] for line in trained_lines(summary.folder)]
     assert abs(found[0]) < 0.05
-    assert sum(found[-5:]) / 5 > least
+    assert sum(found[-5:]) / 5 > 0.6
 
 
 async def test_one_pass_gives_log_probabilities_and_values() -> None:
