@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from strop.cluster.session import worker_environment
-from strop.loops.assembly import PROBE_FLOOR
 from strop.tracking.episodes import read_episodes
 
 pytestmark = pytest.mark.slow
@@ -60,13 +59,13 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     assert trainer.stdout is not None
     address = ""
 
-    def run(recipe: str, name: str, *overrides: str, ray: bool = False, floor: float = PROBE_FLOOR["float32"]) -> Path:
+    def run(recipe: str, name: str, *overrides: str, ray: bool = False, strict: bool = False) -> Path:
         nonlocal address
         if ray and not address:
             address = cluster.stdout.readline().strip()
         given = [f"run.folder={folder}", f"run.name={name}", *overrides]
         given += [f"cluster.address={address}", "cluster.kind=ray"] if ray else []
-        line = {"recipe": str(RECIPES / f"{recipe}.yaml"), "overrides": given, "floor": floor}
+        line = {"recipe": str(RECIPES / f"{recipe}.yaml"), "overrides": given, "strict": strict}
         print(json.dumps(line), file=trainer.stdin, flush=True)
         answer = json.loads(trainer.stdout.readline())
         assert "folder" in answer, answer["error"]
@@ -158,7 +157,7 @@ def test_so_it_does_on_two_ranks(here: Path, on_two: Path) -> None:
 def test_ranks_say_together_what_rounding_does_to_the_probe(train: Train, start: str) -> None:
     """Where nothing is taken for rounding that the ranks did not measure."""
     overrides = ["run.steps=1", "rollout.groups_per_step=4", start, *FSDP, "rollout.engine.pack_weights=true"]
-    run = train("quickstart", "rounding", *RL, *overrides, ray=True, floor=1e-12)
+    run = train("quickstart", "rounding", *RL, *overrides, ray=True, strict=True)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gaps = [line["metrics"]["publish/probe_gap"] for line in lines if "publish/probe_gap" in line["metrics"]]
     assert gaps
