@@ -35,7 +35,8 @@ class Case:
 
     new: the other value. shows: the part of `Seen.parts` that must differ; with "refused" the recipe must not be
     accepted at all. context: the recipe in `CONTEXTS` that is changed. says: a pattern in the refusal or failure.
-    steady: the trained weights must be the same to 1e-5, because the key is only about how they are computed.
+    steady: the trained weights must be the same to 1e-6 (root mean square), because the key is only about how they are
+        computed.
     """
 
     new: Any
@@ -1400,7 +1401,10 @@ def test_key(leaf: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert (base.parts["outcome"], found.parts["outcome"]) == ("finished", "finished")
     if case.steady:
         for name, tensor in base.parts["parameters"].items():
-            torch.testing.assert_close(found.parts["parameters"][name], tensor, atol=1e-5, rtol=1e-5)
+            apart = (found.parts["parameters"][name] - tensor).abs()
+            # Where a gradient is next to nothing, rounding decides which share of its step of 1e-2 Adam takes.
+            assert float(apart.square().mean().sqrt()) <= 1e-6, f"{leaf} moves {name}"
+            assert float(apart.max()) <= 1e-4, f"{leaf} moves {name}"
 
 
 @pytest.mark.parametrize("context", ["plain", "evaluated by chance", "off-policy", "lora", "warmup", "often saved"])
