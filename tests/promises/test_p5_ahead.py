@@ -178,7 +178,7 @@ def test_interrupted_and_asked_to_leave(tmp_path: Path, nursery: Start, order: l
     done = 1
     for number, code in [(signal.SIGINT, 130), (signal.SIGUSR1, 0), (signal.SIGTERM, 130)]:
         process = nursery(folder)
-        # The first step that this process trains and may have saved, so that much is left when the signal comes late.
+        # Its first step, so that many are left where the signal comes late.
         wait_for(process, run, done + 1)
         os.kill(process.pid, number)
         assert process.wait() == code, f"{number.name}, steps {lines(run, 'train')}\n{output(folder)}"
