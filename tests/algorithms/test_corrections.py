@@ -9,7 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.algorithms.corrections import effective_sample_size, importance_weights, off_policy_sequence_mask, veto
+from strop.algorithms.corrections import (
+    effective_sample_size,
+    importance_weights,
+    mismatch_metrics,
+    off_policy_sequence_mask,
+    veto,
+)
 
 MASK = torch.tensor([False, True, True, True, False, True, True, False])
 IDS = torch.tensor([0, 0, 0, 0, 0, 1, 1, 2])
@@ -62,6 +68,28 @@ def test_metrics() -> None:
     same = importance_weights(SAMPLER, SAMPLER, MASK, IDS)[2]
     assert float(same["kl/sampler"]) == float(same["mismatch/abs_max"]) == float(same["mismatch/clipped_share"]) == 0
     assert float(same["mismatch/weight"]) == float(same["mismatch/effective_share"]) == 1
+
+
+@given(
+    tokens=st.lists(st.tuples(st.booleans(), st.floats(-600, 600, width=32), st.floats(-30, 0, width=32)), max_size=40),
+    fill=st.sampled_from([torch.nan, torch.inf, -torch.inf, 0.0]),
+)
+def test_metrics_alone_are_those_of_the_weights(tokens: list[tuple[bool, float, float]], fill: float) -> None:
+    mask = torch.tensor([inside for inside, _, _ in tokens], dtype=torch.bool)
+    trainer = torch.where(mask, torch.tensor([one for _, one, _ in tokens]), fill)
+    sampler = torch.where(mask, torch.tensor([one for _, _, one in tokens]), -fill)
+    difference, nothing = torch.where(mask, trainer - sampler, fill).double(), torch.zeros(len(tokens)).double()
+    expected = importance_weights(difference, nothing, mask, torch.zeros(len(tokens), dtype=torch.int64))[2]
+    found = mismatch_metrics(trainer, sampler, mask)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(float(value), rel=1e-9, abs=1e-9)
+
+
+def test_metrics_alone_of_equal_policies_are_exact() -> None:
+    found = mismatch_metrics(SAMPLER, SAMPLER, MASK)
+    assert found["kl/sampler"] == found["mismatch/abs_max"] == found["mismatch/kl_k1"] == 0
+    assert found["mismatch/weight"] == found["mismatch/weight_max"] == found["mismatch/effective_share"] == 1
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from strop.algorithms.masking import bounded_exp, fence, widen
+from strop.algorithms.masking import EXP_LIMIT, bounded_exp, fence, widen
 from strop.algorithms.segments import segment_mean, segment_sum, spread
 
 Level = Literal["token", "sequence", "geometric"]
 Correction = Literal["none", "truncate", "band", "mask"]
+MISMATCH = (
+    "kl/sampler",
+    "mismatch/kl_k1",
+    "mismatch/abs_max",
+    "mismatch/weight",
+    "mismatch/weight_max",
+    "mismatch/effective_share",
+    "mismatch/clipped_share",
+)
+"""What is measured of w, and returned beside weights; see `importance_weights`."""
 
 
 def importance_weights(
@@ -81,16 +92,48 @@ def importance_weights(
         else:
             bounded = torch.where(outside, 0.0, weights)
             kept = inside & ~outside if kind == "mask" else inside
-    metrics = {
-        "kl/sampler": (torch.expm1(difference.clamp(max=60.0)) - difference).sum() / tokens,
-        "mismatch/kl_k1": -difference.sum() / tokens,
-        "mismatch/abs_max": difference.abs().max() if difference.numel() else difference.sum(),
-        "mismatch/weight": weights.sum() / tokens,
-        "mismatch/weight_max": weights.max() if weights.numel() else weights.sum(),
-        "mismatch/effective_share": effective_sample_size(bounded, inside) / tokens,
-        "mismatch/clipped_share": clipped / tokens,
-    }
-    return bounded, kept, metrics
+    values = (
+        (torch.expm1(difference.clamp(max=EXP_LIMIT)) - difference).sum() / tokens,
+        -difference.sum() / tokens,
+        difference.abs().max() if difference.numel() else difference.sum(),
+        weights.sum() / tokens,
+        weights.max() if weights.numel() else weights.sum(),
+        effective_sample_size(bounded, inside) / tokens,
+        clipped / tokens,
+    )
+    return bounded, kept, dict(zip(MISMATCH, values, strict=True))
+
+
+def mismatch_metrics(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """The metrics of `importance_weights` without bounds, of tensors on a CPU, in a third of its time: that looks at
+    every token and makes weights of it, this at those of `mask` alone.
+
+    Args:
+        trainer_logprobs, sampler_logprobs: [T] float32; may be anything where the mask is False.
+        mask: bool, [T].
+
+    Returns:
+        Numbers under the names of `importance_weights`.
+    """
+    with np.errstate(invalid="ignore"):  # of what the mask hides
+        between = (trainer_logprobs.numpy() - sampler_logprobs.numpy())[mask.numpy()]
+    if not len(between):
+        return dict.fromkeys(MISMATCH, 0.0)
+    # In float64 nothing small is lost in w - 1 - log w, nothing large overflows, and a single `exp` is enough.
+    difference = torch.from_numpy(between).double()
+    weights = torch.exp(difference.clamp(max=EXP_LIMIT))
+    tokens, total, drift = len(between), float(weights.sum()), float(difference.sum())
+    squares = float(weights.dot(weights))
+    values = (
+        (total - tokens - drift) / tokens,
+        -drift / tokens,
+        float(max(between.max(), -between.min())),
+        total / tokens,
+        float(weights.max()),
+        total * total / squares / tokens if squares > 0 else 0.0,
+        0.0,
+    )
+    return dict(zip(MISMATCH, values, strict=True))
 
 
 def three_policies(

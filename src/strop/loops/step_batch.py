@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strop.algorithms.advantages import no_spread
 from strop.algorithms.batch import TokenBatch
-from strop.algorithms.corrections import importance_weights, three_policies
+from strop.algorithms.corrections import mismatch_metrics, three_policies
 from strop.algorithms.sampling_rules import overlong_filter
 from strop.errors import RunFailure
 from strop.loops.algorithm import Demands
@@ -166,8 +166,7 @@ def mismatch(batch: TokenBatch, *, recorded: bool = False) -> dict[str, float]:
     if (np.isnan(batch.sampler_logprobs.numpy()) & batch.loss_mask.numpy()).any():
         return {}
     policy = batch.extra["logprobs"] if recorded or batch.old_logprobs is None else batch.old_logprobs
-    _, _, metrics = importance_weights(policy, batch.sampler_logprobs, batch.loss_mask, batch.seq_ids)
-    return _numbers(metrics)
+    return mismatch_metrics(policy, batch.sampler_logprobs, batch.loss_mask)
 
 
 def policies(batch: TokenBatch) -> dict[str, float]:
