@@ -145,6 +145,13 @@ def test_dominance_is_a_share_of_the_variance_within_groups() -> None:
     assert dominance([scored(0, right=0), scored(0, right=1)]) is None
 
 
+def test_a_verifier_that_decides_for_a_role_does_not_dominate_a_match() -> None:
+    black = [Outcome(0, n, "", "", [], n, components={"black": n}, decider="black") for n in (0.0, 1.0)]
+    white = [Outcome(0, n + 2, "", "", [], n, components={"white": n}, decider="white") for n in (3.0, 9.0)]
+    for members in ([*black, *white], [*white, *black]):
+        assert dominance(members) is None
+
+
 @given(st.text("aAB_.,-0123 \\\\=;(", max_size=30))
 def test_candidates_of_ascii_are_those_of_the_same_text_before_other_letters(text: str) -> None:
     assert candidates(text) == candidates(f"{text}\nü")

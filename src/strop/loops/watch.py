@@ -61,11 +61,11 @@ class Watch:
         """
         if not self.looks:
             return {}
-        episodes = [e for group in groups for e in group.episodes if not math.isnan(e.reward)]
         assert self._config.rewards is not None
         by_name = {verifier.name or verifier.kind: verifier for verifier in self._config.rewards.verifiers}
-        outcomes = [outcome_of(episode, self._texts, by_name) for episode in episodes]
-        opinions = await self._second_opinions(step, list(zip(episodes, outcomes, strict=True)))
+        pairs = [pair for group in groups for pair in outcomes_of(group.episodes, self._texts, by_name)]
+        outcomes = [outcome for _, outcome in pairs]
+        opinions = await self._second_opinions(step, pairs)
         every = self._config.evaluation.every
         # The evaluation at the end of a shorter run says nothing that a longer one would know.
         held_out = [(at, scores.get("accuracy", math.nan)) for at, scores in evaluations if every and at % every == 0]
@@ -150,25 +150,38 @@ class Watch:
         self._directory.update(alarms=[dataclasses.asdict(alarm) for alarm in self._monitor.raised])
 
 
-def outcome_of(episode: Episode, texts: PromptTexts, by_name: Mapping[str, VerifierSettings]) -> Outcome:
-    """A scored episode as the alarms see it. by_name: the verifiers."""
-    worth = {
-        name: verifier.weight * held(episode.components[name], verifier.clip)
-        for name, verifier in by_name.items()
-        if name in episode.components
-    }
-    return Outcome(
-        group=episode.group,
-        sample=episode.sample,
-        prompt_id=episode.prompt_id,
-        text=episode.completion,
-        tokens=episode.sampled_ids(),
-        reward=episode.reward,
-        answer=texts.answer(episode),
-        correct=episode.correct,
-        components=worth,
-        decider=_decider(by_name, episode.row),
-    )
+def outcomes_of(
+    episodes: Sequence[Episode], texts: PromptTexts, by_name: Mapping[str, VerifierSettings]
+) -> list[tuple[Episode, Outcome]]:
+    """The scored ones among the episodes of a group, which are of one row but for their role, as the alarms see them.
+    by_name: the verifiers."""
+    if not episodes:
+        return []
+    answer = texts.answer(episodes[0])
+    deciders = {role: _decider(by_name, e.row) for role, e in {e.role: e for e in episodes}.items()}
+    return [
+        (
+            e,
+            Outcome(
+                e.group,
+                e.sample,
+                e.prompt_id,
+                e.completion,
+                e.sampled_ids(),
+                e.reward,
+                answer,
+                e.correct,
+                {
+                    name: by_name[name].weight * held(score, by_name[name].clip)
+                    for name, score in e.components.items()
+                    if name in by_name
+                },
+                deciders[e.role],
+            ),
+        )
+        for e in episodes
+        if not math.isnan(e.reward)
+    ]
 
 
 def is_drawn(share: float, *key: int) -> bool:

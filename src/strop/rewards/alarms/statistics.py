@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -84,12 +84,12 @@ def rewarded(outcomes: Sequence[Outcome], lowest: float) -> list[Outcome]:
 
 def repetition(outcomes: Sequence[Outcome]) -> Found:
     """Mean share of n-grams that stood in the same completion before."""
-    return _mean(outcomes, [_repeats(grams) for grams in _grams_of([one.tokens for one in outcomes])])
+    return _mean(outcomes, [_repeats(grams) for grams in _ordered([one.tokens for one in outcomes])])
 
 
 def repeated(tokens: Sequence[int]) -> float:
     """Share of n-grams that are not the first of their kind; 0 where there is none."""
-    return _repeats(_grams(tokens))
+    return _repeats(_ordered([tokens])[0])
 
 
 def stuffing(outcomes: Sequence[Outcome]) -> Found:
@@ -118,16 +118,17 @@ def sameness(outcomes: Sequence[Outcome]) -> Found | None:
         first.setdefault(one.prompt_id, one)
     compared = list(first.values())[:MOST_PROMPTS]
     sizes, common = _overlaps([one.tokens for one in compared])
-    pairs = [
-        # |a or b| = |a| + |b| - |a and b|, and no second set.
-        (compared[a], common[a][b] >= NEARLY * (sizes[a] + sizes[b] - common[a][b]))
-        for a, b in combinations(range(len(compared)), 2)
-        if compared[a].answer is None or compared[a].answer != compared[b].answer
-    ]
-    if not pairs:
+    known: dict[str | int, int] = {}
+    answers = [one.answer if one.answer is not None else at for at, one in enumerate(compared)]
+    kinds = np.array([known.setdefault(answer, len(known)) for answer in answers])
+    pairs = np.triu(kinds[:, None] != kinds, 1)
+    count = np.count_nonzero(pairs)
+    if not count:
         return None
-    share = sum(same for _, same in pairs) / len(pairs)
-    return Found(share, next((one for one, same in pairs if same), None))
+    # |a or b| = |a| + |b| - |a and b|, and no second set.
+    same = pairs & (common >= NEARLY * (sizes[:, None] + sizes - common))
+    found = np.count_nonzero(same)
+    return Found(found / count, compared[int(same.any(1).argmax())] if found else None)
 
 
 def dominance(outcomes: Sequence[Outcome]) -> Found | None:
@@ -139,8 +140,8 @@ def dominance(outcomes: Sequence[Outcome]) -> Found | None:
     groups: dict[int, list[Outcome]] = defaultdict(list)
     for one in outcomes:
         groups[one.group].append(one)
-    # The members of a group are of one row, which one verifier decides.
-    deciders = {number: {members[0].decider} for number, members in groups.items()}
+    # One verifier decides for the row of a group, or one for each role.
+    deciders = {number: {one.decider for one in members} for number, members in groups.items()}
     if all(one.components.keys() <= deciders[one.group] for one in outcomes):
         return None
     whole = 0.0
@@ -197,23 +198,21 @@ def _listed(text: str) -> int:
     return most
 
 
-def _repeats(grams: np.ndarray) -> float:
-    if not len(grams):
-        return 0.0
-    ordered = np.sort(grams)
-    return 1 - (1 + np.count_nonzero(ordered[1:] != ordered[:-1])) / len(grams)
+def _repeats(ordered: np.ndarray) -> float:
+    """Share of numbers that are not the first of their kind, of [n] in order."""
+    size = len(ordered)
+    return 1 - (1 + np.count_nonzero(ordered[1:] != ordered[:-1])) / size if size else 0.0
 
 
-def _distinct(grams: np.ndarray) -> np.ndarray:
-    """Each n-gram once, in order: `np.unique`, which takes longer for so few."""
-    ordered = np.sort(grams)
+def _distinct(ordered: np.ndarray) -> np.ndarray:
+    """Each number once, of [n] in order."""
     return ordered[np.concatenate([np.ones(min(1, len(ordered)), dtype=np.bool_), ordered[1:] != ordered[:-1]])]
 
 
-def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[list[int], list[list[int]]]:
-    """Different n-grams of each completion, and those that each two have in common. A completion of fewer tokens than
-    an n-gram has is one itself."""
-    parts = _grams_of(completions)
+def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Different n-grams of each completion [n], and those that each two have in common [n, n]. A completion of fewer
+    tokens than an n-gram has is one itself."""
+    parts = _ordered(completions)
     sets = [
         _distinct(grams if len(tokens) >= GRAM else _grams(tokens, len(tokens)))
         for tokens, grams in zip(completions, parts, strict=True)
@@ -232,20 +231,23 @@ def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[list[i
         found = block[at] == grams
         has[owners[found], at[found]] = 1.0
         common += (has @ has.T).astype(np.int64)
-    return [len(one) for one in sets], common.tolist()
+    return np.array([len(one) for one in sets]), common
 
 
-def _grams_of(completions: Sequence[Sequence[int] | np.ndarray]) -> list[np.ndarray]:
-    """The n-grams of each completion, none where it has fewer tokens than one."""
-    ends = np.cumsum([len(tokens) for tokens in completions]).tolist()
+def _ordered(completions: Sequence[Sequence[int] | np.ndarray]) -> list[np.ndarray]:
+    """The n-grams of each completion in order, none where it has fewer tokens than one."""
+    ends = [0, *accumulate(map(len, completions))]
     # All at once; n-grams that reach into the next completion are left out.
-    grams = _grams(np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens in completions]))
-    return [grams[start : max(start, end - GRAM + 1)] for start, end in pairwise([0, *ends])]
+    grams = _grams(np.concatenate(completions, dtype=np.uint64, casting="unsafe"))
+    parts = [grams[start : max(start, end - GRAM + 1)] for start, end in pairwise(ends)]
+    for part in parts:
+        part.sort()
+    return parts
 
 
 def _grams(tokens: Sequence[int] | np.ndarray, size: int = GRAM) -> np.ndarray:
     """[n - size + 1] uint64, a hash of each n-gram; two that differ have the same with a probability of 2^-64 or so."""
-    ids = np.asarray(tokens).astype(np.uint64) + np.uint64(1)
+    ids = np.asarray(tokens, dtype=np.uint64) + np.uint64(1)
     found = np.zeros(max(0, len(ids) - size + 1), dtype=np.uint64)
     for at in range(size):
         # In place: new memory for each number costs as much as the numbers do.
