@@ -19,7 +19,7 @@ from strop.errors import RunFailure
 from strop.loops.algorithm import Demands
 from strop.loops.teacher import Teachers
 from strop.rollout.episode import Episode, Group, TokenStream
-from strop.rollout.segments import numbered, segments
+from strop.rollout.segments import laid_out, numbered
 from strop.training.batching import token_batch
 
 if TYPE_CHECKING:
@@ -79,13 +79,14 @@ def lay_out(
     Args:
         environment_weight: weight of the environment's rewards in the total.
     """
-    parts = segments(chosen.trained)
+    parts, flat = laid_out(chosen.trained)
     streams = [(part.episode, part.stream) for part in parts]
     batch = token_batch(
         [part.stream for part in parts],
         rewards=[part.reward for part in parts],
         group_ids=numbered(part.cohort for part in parts),
         truncated=[part.ends and part.episode.status == "length" for part in parts],
+        flat=flat,
     )
     units = numbered(part.unit for part in parts)
     if len(set(units)) < len(units):

@@ -19,8 +19,8 @@ import numpy as np
 from strop.rollout.engine import FinishReason, SampleResult
 
 TurnId = int
-_NO_LOGPROBS, _NO_VERSIONS = np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32)
-"""Those of a turn that nobody sampled."""
+_NO_TOKENS, _NO_LOGPROBS, _NO_VERSIONS = (np.zeros(0, dtype=kind) for kind in (np.int64, np.float32, np.int32))
+"""The last two are those of a turn that nobody sampled."""
 for _array in (_NO_LOGPROBS, _NO_VERSIONS):
     _array.flags.writeable = False
 _HAIR, _ONE = np.float32(1e-4), np.float32(0.0)
@@ -203,7 +203,7 @@ class Episode:
     def sampled_ids(self) -> np.ndarray:
         """Token ids of all sampled turns, in order: int64, not to be written to."""
         found = [turn.tokens for turn in self.turns if turn.role == "assistant"]
-        return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, dtype=np.int64), *found])
+        return found[0] if len(found) == 1 else np.concatenate([_NO_TOKENS, *found])
 
     def sampled_tokens(self) -> int:
         """How many tokens the policy sampled in the whole tree."""
@@ -309,32 +309,39 @@ def append_samples(places: Sequence[tuple[Episode, TurnId]], results: Sequence[S
 
 
 def streams_of(episodes: Sequence[Episode], taken: set[int] | None = None) -> list[list[TokenStream]]:
-    """The streams of each of some episodes, as `Episode.streams` gives them of one episode after the other.
+    """The streams of each of some episodes, as `Episode.streams` gives them of one episode after the other."""
+    return lay_end_to_end(episodes, taken)[1]
 
-    They are cut from arrays that lie end to end: to lay out each alone takes four times as long.
+
+def lay_end_to_end(
+    episodes: Sequence[Episode], taken: set[int] | None = None
+) -> tuple[TokenStream, list[list[TokenStream]]]:
+    """The streams of some episodes as a single one (of no turns), and those of each, which are cuts of its arrays.
+
+    To lay out each alone takes four times as long.
     """
     taken = set() if taken is None else taken
     paths = [episode.paths() for episode in episodes]
-    turns: list[Turn] = []
+    parts: list[np.ndarray] = []
     trained: list[bool] = []
+    sampled: list[Turn] = []
     for episode, of_it in zip(episodes, paths, strict=True):
         for path in of_it:
             for place in path:
                 turn = episode.turns[place]
-                turns.append(turn)
-                trained.append(turn.role == "assistant" and id(turn) not in taken)
-                taken.add(id(turn))
-    if not turns:
-        return [[] for _ in episodes]
-    parts = [turn.tokens for turn in turns]
+                parts.append(turn.tokens)
+                own = turn.role == "assistant" and id(turn) not in taken
+                trained.append(own)
+                if own:
+                    taken.add(id(turn))
+                    sampled.append(turn)
     sizes = list(map(len, parts))
-    most = max(sizes)
-    unknown, nobody = np.full(most, np.nan, dtype=np.float32), np.full(most, -1, dtype=np.int32)
-    tokens = np.concatenate(parts)
-    mask = np.repeat(trained, sizes)
-    each = list(zip(turns, sizes, trained, strict=True))
-    logprobs = np.concatenate([turn.logprobs if own else unknown[:size] for turn, size, own in each])
-    versions = np.concatenate([turn.versions if own else nobody[:size] for turn, size, own in each])
+    mask = np.repeat(np.array(trained, dtype=np.bool_), sizes)
+    tokens = np.concatenate([_NO_TOKENS, *parts])
+    logprobs, versions = np.full(len(mask), np.nan, dtype=np.float32), np.full(len(mask), -1, dtype=np.int32)
+    if sampled:
+        logprobs[mask] = np.concatenate([turn.logprobs for turn in sampled])
+        versions[mask] = np.concatenate([turn.versions for turn in sampled])
     ends = [0, *accumulate(sizes)]
     at = 0
 
@@ -344,7 +351,7 @@ def streams_of(episodes: Sequence[Episode], taken: set[int] | None = None) -> li
         end = ends[at]
         return TokenStream(tokens[start:end], mask[start:end], logprobs[start:end], versions[start:end], path)
 
-    return [[cut(path) for path in of_it] for of_it in paths]
+    return TokenStream(tokens, mask, logprobs, versions, ()), [[cut(path) for path in of_it] for of_it in paths]
 
 
 def _joined(parts: Sequence[Sequence[Any] | np.ndarray], dtype: type) -> np.ndarray:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from strop.rollout.episode import Episode, TokenStream, streams_of
+from strop.rollout.episode import Episode, TokenStream, lay_end_to_end
 
 
 class Segment(NamedTuple):
@@ -35,12 +35,20 @@ class Segment(NamedTuple):
 
 def segments(episodes: Sequence[Episode]) -> list[Segment]:
     """The parts of some episodes, in their order; each sampled turn is trained in exactly one of them."""
+    return laid_out(episodes)[0]
+
+
+def laid_out(episodes: Sequence[Episode]) -> tuple[list[Segment], TokenStream | None]:
+    """The same, and their streams end to end, where these are whole ones."""
+    flat, streams = lay_end_to_end(episodes)
+    pairs = zip(episodes, streams, strict=True)
+    if not any(episode.branch for episode in episodes):
+        return [_whole(episode, stream) for episode, each in pairs for stream in each], flat
     behind: dict[Hashable, list[float]] = {}
     for episode in episodes:
         for depth in range(len(episode.branch)):
             behind.setdefault(_unit(episode, depth), []).append(episode.reward)
-    pairs = zip(episodes, streams_of(episodes), strict=True)
-    return [part for episode, streams in pairs for stream in streams for part in _parts(episode, stream, behind)]
+    return [part for episode, each in pairs for stream in each for part in _parts(episode, stream, behind)], None
 
 
 def numbered(keys: Iterable[Hashable]) -> list[int]:
@@ -49,10 +57,13 @@ def numbered(keys: Iterable[Hashable]) -> list[int]:
     return [known.setdefault(key, len(known)) for key in keys]
 
 
+def _whole(episode: Episode, stream: TokenStream) -> Segment:
+    return Segment(episode, stream, episode.reward, (episode.group, episode.role), (episode.group, episode.sample))
+
+
 def _parts(episode: Episode, stream: TokenStream, behind: dict[Hashable, list[float]]) -> list[Segment]:
     if not episode.branch:
-        cohort = (episode.group, episode.role)
-        return [Segment(episode, stream, episode.reward, cohort, (episode.group, episode.sample))]
+        return [_whole(episode, stream)]
     found = []
     for depth in range(len(episode.branch)):
         part = _between(stream, episode, depth)

@@ -37,21 +37,27 @@ def token_batch(
     rewards: Sequence[float],
     group_ids: Sequence[int],
     truncated: Sequence[bool],
+    flat: Stream | None = None,
 ) -> TokenBatch:
-    """Lay streams end to end. Sequence-level arguments have one entry for each stream."""
+    """Lay streams end to end. Sequence-level arguments have one entry for each stream.
+
+    flat: the same streams where they lie end to end already; the batch then shares its memory.
+    """
     lengths = np.array([len(stream.tokens) for stream in streams], dtype=np.int64)
+    seq_ids = np.repeat(np.arange(len(streams)), lengths)
     begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
 
-    def flat(arrays: list[np.ndarray], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(dtype)
+    def whole(name: str, dtype: torch.dtype) -> Tensor:
+        found = np.concatenate([getattr(s, name) for s in streams]) if flat is None else getattr(flat, name)
+        return torch.from_numpy(found).to(dtype)
 
     return TokenBatch(
-        input_ids=flat([s.tokens for s in streams], torch.int64),
+        input_ids=whole("tokens", torch.int64),
         position_ids=torch.from_numpy(np.arange(len(begins)) - begins),
-        seq_ids=torch.from_numpy(np.repeat(np.arange(len(streams)), lengths)),
-        loss_mask=flat([s.loss_mask for s in streams], torch.bool),
-        sampler_logprobs=flat([s.logprobs for s in streams], torch.float32),
-        versions=flat([s.versions for s in streams], torch.int32),
+        seq_ids=torch.from_numpy(seq_ids),
+        loss_mask=whole("loss_mask", torch.bool),
+        sampler_logprobs=whole("logprobs", torch.float32),
+        versions=whole("versions", torch.int32),
         rewards=torch.tensor(list(rewards), dtype=torch.float32),
         group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
         truncated=torch.tensor(list(truncated), dtype=torch.bool),
