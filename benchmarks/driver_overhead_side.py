@@ -13,7 +13,7 @@ import string
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ class IdleEngine:
             ]
             for _ in range(groups)
         ]
+
+    async def generate_all(self, requests: Sequence[SampleRequest], ended: Callable[[int, SampleResult], None]) -> None:
+        for at, request in enumerate(requests):
+            ended(at, await self.generate(request))
 
     async def generate(self, request: SampleRequest) -> SampleResult:
         group, sample = request.stream[:2]

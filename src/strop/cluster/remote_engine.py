@@ -14,6 +14,7 @@ from strop.cluster.handle import WorkerHandle
 from strop.cluster.outbox import Outbox
 from strop.cluster.supervision import WorkerLost
 from strop.rollout.engine import EngineStats, SampleRequest, SampleResult, WeightUpdate
+from strop.rollout.together import Ended, as_ended
 
 POLL = 10.0
 """Seconds that a question for results stays open while there are none."""
@@ -46,18 +47,34 @@ class RemoteEngine:
         Raises:
             WorkerLost: the engine's process is gone. StropError: the request failed there.
         """
+        number, future = self._submit(request)
+        try:
+            return await future
+        finally:
+            self._give_up(number)
+
+    async def generate_all(self, requests: Sequence[SampleRequest], ended: Ended) -> None:
+        """See `sample_all`."""
+        asked = [self._submit(request) for request in requests]
+        try:
+            await as_ended([future for _, future in asked], ended)
+        finally:
+            for number, _ in asked:
+                self._give_up(number)
+
+    def _submit(self, request: SampleRequest) -> tuple[int, asyncio.Future[SampleResult]]:
         number, self._next = self._next, self._next + 1
         future: asyncio.Future[SampleResult] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         self._unsent.append((number, request))
         self._outbox.soon()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if self._waiting.pop(number, None) is not None:
-                self._given_up.append(number)
-                self._outbox.soon()
-            raise
+        return number, future
+
+    def _give_up(self, number: int) -> None:
+        """Nobody waits for a request any longer; what has an answer is not waiting."""
+        if self._waiting.pop(number, None) is not None:
+            self._given_up.append(number)
+            self._outbox.soon()
 
     async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
         """What each request has so far."""

@@ -12,6 +12,7 @@ import numpy as np
 from strop.cluster.supervision import WorkerLost
 from strop.rollout.busy import Busy, Interval
 from strop.rollout.engine import Engine, EngineStats, SampleRequest, SampleResult, WeightUpdate
+from strop.rollout.together import Ended, sample_all
 
 REMEMBERED = 4096
 """Prompts whose engine is kept in mind; an older one that comes back may go to another, at the cost of a prefill."""
@@ -60,25 +61,43 @@ class EngineRouter:
         Raises:
             WorkerLost: it was lost, and nothing may take its place.
         """
-        tokens = len(request.tokens) + request.settings.max_new_tokens
-        while True:
+        found: list[SampleResult] = []
+        await self.generate_all([request], lambda _, result: found.append(result))
+        return found[0]
+
+    async def generate_all(self, requests: Sequence[SampleRequest], ended: Ended) -> None:
+        """The same of several requests of one prompt; see `sample_all`."""
+        left = dict(enumerate(requests))
+        while left:
             for repair in self._repairs.values():
                 if repair.done():
                     repair.result()
-            index = self._engine_for(prompt_key(request.stream))
-            engine = self.engines[index]
-            self._outstanding[index] += tokens
-            try:
-                if index in self._repairs:
-                    await self._repaired(index)
-                    continue
-                with self._busy[index]:
-                    return await engine.generate(request)
-            except WorkerLost as loss:
-                self._repair(index, engine, loss)
-                self.begun_anew += 1
-            finally:
-                self._outstanding[index] -= tokens
+            await self._sample_on(self._engine_for(prompt_key(requests[0].stream)), left, ended)
+
+    async def _sample_on(self, index: int, left: dict[int, SampleRequest], ended: Ended) -> None:
+        """Sample on one engine; what it gave is no longer left. Where it is lost, or has yet to take the place of one
+        that is, something stays."""
+        places, engine = list(left), self.engines[index]
+        tokens = {at: len(request.tokens) + request.settings.max_new_tokens for at, request in left.items()}
+
+        def there(at: int, result: SampleResult) -> None:
+            place = places[at]
+            del left[place]
+            self._outstanding[index] -= tokens.pop(place)
+            ended(place, result)
+
+        self._outstanding[index] += sum(tokens.values())
+        try:
+            if index in self._repairs:
+                await self._repaired(index)
+                return
+            with self._busy[index]:
+                await sample_all(engine, list(left.values()), there)
+        except WorkerLost as loss:
+            self._repair(index, engine, loss)
+            self.begun_anew += len(left)
+        finally:
+            self._outstanding[index] -= sum(tokens.values())
 
     async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
         """What requests have so far; of those of a lost engine nothing is known."""

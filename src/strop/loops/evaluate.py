@@ -22,7 +22,7 @@ from strop.rollout.collector import reward_of, score_episodes
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode
 from strop.rollout.player import Part, Player
-from strop.rollout.windows import all_or_none
+from strop.rollout.together import all_or_none
 
 if TYPE_CHECKING:
     from strop.loops.prepare import Prepared

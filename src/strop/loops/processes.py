@@ -34,7 +34,7 @@ from strop.loops.remote_trainer import Asked, RemoteCritic, RemoteTrainer
 from strop.loops.spread import device_of, engines_apart, settled
 from strop.models.load import Loaded
 from strop.rollout.engine import Engine
-from strop.rollout.windows import cancel
+from strop.rollout.together import cancel
 from strop.rollout.world import World
 from strop.tracking.load import Elsewhere
 from strop.training.parallel.choose import check_ranks

@@ -17,7 +17,7 @@ from strop.publishing.proof import Probe
 from strop.publishing.publisher import Publisher
 from strop.publishing.sides import Delivered
 from strop.publishing.transports.protocol import Offer
-from strop.rollout.windows import cancel
+from strop.rollout.together import cancel
 
 if TYPE_CHECKING:
     from strop.loops.processes import Processes

@@ -244,7 +244,7 @@ class _Sampler:
         from strop.loops.step_record import rollout_metrics, sample_of
         from strop.rewards.composition import check_errors
         from strop.rollout.collector import reward_of
-        from strop.rollout.windows import all_or_none
+        from strop.rollout.together import all_or_none
         from strop.tracking.display import StepView
 
         config, started = self.prepared.config, time.perf_counter()

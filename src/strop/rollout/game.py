@@ -16,7 +16,7 @@ from strop.errors import StropError
 from strop.rollout.asking import Failed, own_copy, too_long
 from strop.rollout.engine import SampleSettings
 from strop.rollout.episode import Episode, Status, TurnId
-from strop.rollout.windows import all_or_none, cancel
+from strop.rollout.together import all_or_none, cancel
 from strop.rollout.world import PromptLike, Speaker, World
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from strop.rollout.busy import Busy, Interval
 from strop.rollout.engine import Engine, FinishReason, SampleRequest, SampleResult
+from strop.rollout.together import Ended, sample_all
 
 Stream = tuple[int, ...]
 ENDS: tuple[FinishReason, ...] = ("stop", "length", "aborted")
@@ -62,33 +63,62 @@ class Journal:
 
     async def generate(self, request: SampleRequest) -> SampleResult:
         """See `Engine.generate`."""
-        note = self._notes.get(request.stream)
-        if note is not None and note.prompt != request.tokens:
-            del self._notes[request.stream]
-            self.begun_anew += 1
-            note = None
-        if note is not None:
-            self.gone_on += 1
-            if note.ended:
-                return note.result
-            request = replace(request, begun=note.result)
+        found: list[SampleResult] = []
+        await self.generate_all([request], lambda _, result: found.append(result))
+        return found[0]
+
+    async def generate_all(self, requests: Sequence[SampleRequest], ended: Ended) -> None:
+        """See `sample_all`."""
+        places: list[int] = []
+        asked: list[SampleRequest] = []
+        for at, request in enumerate(requests):
+            note = self._noted(request)
+            if note is not None and note.ended:
+                ended(at, note.result)
+                continue
+            places.append(at)
+            asked.append(request if note is None else replace(request, begun=note.result))
+        if not asked:
+            return
         # Whoever is woken may find it closed again.
         while not self._open.is_set():
             await self._open.wait()
-        if request.stream[0] >= 0:
-            self._asked[request.stream] = request
+        for request in asked:
+            if request.stream[0] >= 0:
+                self._asked[request.stream] = request
+
+        def noted(at: int, result: SampleResult) -> None:
+            request = asked[at]
+            if request.stream[0] >= 0 and result.finish != "aborted":
+                self._notes[request.stream] = Note(request.tokens, result)
+            self._answered(request)
+            ended(places[at], result)
+
         self._enter()
         try:
             with self._busy:
-                result = await self._engine.generate(request)
+                await sample_all(self._engine, asked, noted)
         finally:
             self._leave()
-            # An episode that is played again may have asked anew before this was cancelled.
-            if self._asked.get(request.stream) is request:
-                del self._asked[request.stream]
-        if request.stream[0] >= 0 and result.finish != "aborted":
-            self._notes[request.stream] = Note(request.tokens, result)
-        return result
+            for request in asked:
+                self._answered(request)
+
+    def _noted(self, request: SampleRequest) -> Note | None:
+        """What there is of a request, if it has the prompt that was noted."""
+        note = self._notes.get(request.stream)
+        if note is None:
+            return None
+        if note.prompt != request.tokens:
+            del self._notes[request.stream]
+            self.begun_anew += 1
+            return None
+        self.gone_on += 1
+        return note
+
+    def _answered(self, request: SampleRequest) -> None:
+        # An episode that is played again may have asked anew before this was cancelled.
+        if self._asked.get(request.stream) is request:
+            del self._asked[request.stream]
 
     def forget(self, groups: Iterable[int]) -> None:
         """These groups are trained: nothing of them is asked for again."""

@@ -16,7 +16,7 @@ from strop.rollout.episode import Episode, Status, append_prompts
 from strop.rollout.game import Game
 from strop.rollout.hosted import Host
 from strop.rollout.match import SelfPlay
-from strop.rollout.windows import all_or_none
+from strop.rollout.together import all_or_none, sample_all
 from strop.rollout.world import Detokenizer, PromptLike, Speaker, World
 
 
@@ -93,12 +93,15 @@ class Player:
         episodes = [part.episode for part in parts]
         append_prompts(episodes, tokens)
 
-        async def sampled(part: Part) -> SampleResult:
-            result = await self._speaker.engine.generate(SampleRequest(tokens, part.settings, part.stream))
-            ended(part)
-            return result
+        requests = [SampleRequest(tokens, part.settings, part.stream) for part in parts]
+        found: dict[int, SampleResult] = {}
 
-        results = await all_or_none([sampled(part) for part in parts])
+        def there(at: int, result: SampleResult) -> None:
+            found[at] = result
+            ended(parts[at])
+
+        await sample_all(self._speaker.engine, requests, there)
+        results = [found[at] for at in range(len(parts))]
         self._speaker.write([(episode, len(episode.turns) - 1) for episode in episodes], results)
         for episode, result in zip(episodes, results, strict=True):
             episode.status = Status(result.finish)

@@ -35,6 +35,7 @@ from strop.rollout.engines.stopping import stop_tail
 from strop.rollout.engines.token_scores import TokenScores
 from strop.rollout.engines.under_way import Draws, Launched, UnderWay, context_of
 from strop.rollout.sampling import draw, stream_key, uniforms
+from strop.rollout.together import Ended, as_ended
 
 # While new weights are half copied.
 _NO_VERSION = -1
@@ -111,6 +112,15 @@ class LocalEngine:
             ValueError: prompt and completion do not fit the model's context, or the prompt is empty.
         """
         request.check(self._context)
+        return await self._begin(request, told)
+
+    async def generate_all(self, requests: Sequence[SampleRequest], ended: Ended) -> None:
+        """See `sample_all`."""
+        for request in requests:
+            request.check(self._context)
+        await as_ended([self._begin(request) for request in requests], ended)
+
+    def _begin(self, request: SampleRequest, told: Callable[[int], None] | None = None) -> asyncio.Future[SampleResult]:
         sequence = UnderWay(
             request, asyncio.get_running_loop().create_future(), stream_key(self._seed, request.stream), told=told
         )
@@ -122,7 +132,7 @@ class LocalEngine:
         self._waiting.append(sequence)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.get_running_loop().create_task(self._run())
-        return await sequence.future
+        return sequence.future
 
     async def under_way(self) -> dict[tuple[int, ...], SampleResult]:
         """What each request has so far."""
