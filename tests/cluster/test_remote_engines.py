@@ -7,7 +7,6 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -212,7 +211,7 @@ async def test_what_is_under_way_is_told_and_gone_on_with(engine: RemoteEngine) 
     wanted = {r.stream: list(e.tokens) for r, e in zip(asked, expected, strict=True)}
     for stream, part in known.items():
         assert list(part.tokens) == wanted[stream][: len(part.tokens)]
-    found = await asyncio.gather(*(engine.generate(replace(r, begun=known.get(r.stream))) for r in asked))
+    found = await asyncio.gather(*(engine.generate(r._replace(begun=known.get(r.stream))) for r in asked))
     assert [list(r.tokens) for r in found] == [list(r.tokens) for r in expected]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from strop.config.rewards import RewardSettings
-from strop.rewards.combination import combine
+from strop.rewards.combination import combine, combine_all
 from strop.rewards.composition import CompositeScorer
 from strop.rewards.protocol import Completed, Reward, Verdict
 
@@ -219,6 +219,32 @@ def test_asking_little_gives_what_asking_everything_gives(
         same = {"status", "correct", "components"} if whole.status == "ok" else {"status"}
         assert all(getattr(found, name) == getattr(whole, name) for name in same), (found, whole)
         assert found.total == whole.total or (math.isnan(found.total) and math.isnan(whole.total))
+
+
+@given(
+    st.lists(
+        st.builds(
+            Verdict,
+            st.none() | st.floats(-1e16, 1e16) | st.just(math.inf),
+            st.sampled_from(["ok", "ok", "verifier_error", "timeout"]),
+            st.sampled_from(["", "", "what it said"]),
+            st.sampled_from([{}, {}, {"part": 0.5}]),
+        ),
+        max_size=6,
+    ),
+    st.sampled_from([{}, {"weight": -2.5}, {"weight": 1e300}, {"clip": [None, 0.5]}, {"when": {"even": True}}]),
+    st.sampled_from([{}, {"clip": [-0.25, 1.0]}, {"correct_at": 0.0}]),
+)
+def test_a_single_verifier_counts_as_among_others(
+    verdicts: list[Verdict], entry: dict[str, Any], of_all: dict[str, Any]
+) -> None:
+    of = RewardSettings.model_validate({"verifiers": [{"kind": "exact", "name": "a", **entry}], **of_all})
+    rows = [{"even": index % 2 == 0} for index in range(len(verdicts))]
+    found = combine_all({"a": verdicts}, of, rows)
+    for reward, verdict, row in zip(found, verdicts, rows, strict=True):
+        expected = combine({"a": verdict}, of, row)
+        assert reward._replace(total=0.0) == expected._replace(total=0.0)
+        assert reward.total == expected.total or (math.isnan(reward.total) and math.isnan(expected.total))
 
 
 def test_every_permutation_of_three_means_the_same() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.config.rewards import RewardSettings, VerifierSettings
@@ -40,10 +40,6 @@ def combine(verdicts: Mapping[str, Verdict], settings: RewardSettings, row: Mapp
         settings: weights, gates, clips and `correct_at`.
         row: the data row, for `when`; a verifier that is not for it is left out.
     """
-    if len(verdicts) == 1:
-        [alone] = verdicts.items()
-        if (found := _score_alone(alone, settings, row or {})) is not None:
-            return found
     verifiers = dict(zip(verdicts, settings.verifiers, strict=True))
     concerned = [name for name, verifier in verifiers.items() if is_for(verifier, row or {})]
     shut = shut_out(verdicts, settings, concerned)
@@ -76,14 +72,34 @@ def combine(verdicts: Mapping[str, Verdict], settings: RewardSettings, row: Mapp
     return Reward(total, components, correct, detail="; ".join(details))
 
 
-def _score_alone(said: tuple[str, Verdict], settings: RewardSettings, row: Mapping[str, Any]) -> Reward | None:
-    """What `combine` makes of the only verifier's score, in a third of the time; None where there is more to say."""
-    (name, verdict), [verifier] = said, settings.verifiers
-    score = verdict.score
-    if score is None or verdict.status != "ok" or verdict.detail or verdict.components or not is_for(verifier, row):
-        return None
-    total = held(0.0 + verifier.weight * held(score, verifier.clip), settings.clip)
-    return Reward(total, {name: score}, score >= settings.correct_at) if math.isfinite(total) else None
+def combine_all(
+    answers: Mapping[str, Sequence[Verdict]], settings: RewardSettings, rows: Sequence[Mapping[str, Any]]
+) -> list[Reward]:
+    """What `combine` makes of each of some completions.
+
+    Args:
+        answers: of each verifier, by name, in the order of `settings.verifiers`: one verdict for each completion.
+        rows: the data row of each.
+    """
+    if len(answers) > 1:
+        each = zip(*answers.values(), strict=True)
+        return [
+            combine(dict(zip(answers, one, strict=True)), settings, row) for one, row in zip(each, rows, strict=True)
+        ]
+    [(name, verdicts)], [verifier] = answers.items(), settings.verifiers
+    weight, clip, correct_at = verifier.weight, verifier.clip, settings.correct_at
+    rewards = []
+    for verdict, row in zip(verdicts, rows, strict=True):
+        score = verdict.score
+        # The score of a single verifier is all there is to add up, unless there is more to say.
+        said = score is None or verdict.status != "ok" or verdict.detail or verdict.components
+        if score is not None and not said and is_for(verifier, row):
+            total = held(0.0 + weight * held(score, clip), settings.clip)
+            if math.isfinite(total):
+                rewards.append(Reward(total, {name: score}, score >= correct_at))
+                continue
+        rewards.append(combine({name: verdict}, settings, row))
+    return rewards
 
 
 def _failure(components: dict[str, float], detail: str, name: str, status: Any = "verifier_error") -> Reward:
@@ -111,7 +127,9 @@ def shut_out(verdicts: Mapping[str, Verdict], settings: RewardSettings, concerne
 
 def held(value: float, bounds: list[float | None] | None) -> float:
     """A number held to its bounds."""
-    low, high = bounds or (None, None)
+    if bounds is None:
+        return value
+    low, high = bounds
     if low is not None:
         value = max(value, low)
     return value if high is None else min(value, high)

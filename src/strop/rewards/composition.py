@@ -11,7 +11,7 @@ from typing import cast
 from strop.config.rewards import RewardSettings, VerifierSettings
 from strop.errors import RunFailure, StropError
 from strop.rewards.calls import Abandoned, Crew
-from strop.rewards.combination import combine, is_for, passes
+from strop.rewards.combination import combine_all, is_for, passes
 from strop.rewards.failures import describe_exception, encodable
 from strop.rewards.protocol import AsyncVerifier, Completed, Reward, Verdict, Verifier
 
@@ -57,11 +57,8 @@ class CompositeScorer:
         completed = list(completed)
         if not completed:
             return []
-        answers = await self._answers(completed)
-        return [
-            combine(dict(zip(self._by_name, verdicts, strict=True)), self.settings, item.row)
-            for item, verdicts in zip(completed, zip(*answers, strict=True), strict=True)
-        ]
+        answers = dict(zip(self._by_name, await self._answers(completed), strict=True))
+        return combine_all(answers, self.settings, [item.row for item in completed])
 
     async def _answers(self, completed: list[Completed]) -> list[list[Verdict]]:
         """What each verifier says of each completion."""
@@ -102,8 +99,11 @@ class CompositeScorer:
 
         A task is in `questions` before any runs, so every verifier finds those that it needs.
         """
+        needs = self._needs[verifier.name]
+        if not needs and not settings.when:
+            return await self._ask(verifier, settings, completed)
         chosen = [index for index, item in enumerate(completed) if is_for(settings, item.row)]
-        for name in self._needs[verifier.name]:
+        for name in needs:
             needed, found = self._by_name[name], await questions[name]
             # What is not for a row shuts nothing there; what was shut out itself does. After a failure nobody need ask.
             chosen = [
@@ -122,15 +122,16 @@ class CompositeScorer:
         self, verifier: Verifier | AsyncVerifier, settings: VerifierSettings, completed: list[Completed]
     ) -> list[Verdict]:
         """The verdicts of one verifier; those that failed are asked again."""
-        failed = list(range(len(completed)))
-        verdicts = [NOT_ASKED] * len(completed)
-        for _ in range(1 + self.settings.retries):
+        if not completed:
+            return []
+        verdicts = await self._call(verifier, settings, completed)
+        for _ in range(self.settings.retries):
+            failed = [index for index, verdict in enumerate(verdicts) if verdict.status != "ok"]
             if not failed:
                 break
             again = await self._call(verifier, settings, [completed[index] for index in failed])
             for index, verdict in zip(failed, again, strict=True):
                 verdicts[index] = verdict
-            failed = [index for index in failed if verdicts[index].status != "ok"]
         return verdicts
 
     async def _call(
@@ -163,7 +164,7 @@ def timeout_of(verifier: VerifierSettings, settings: RewardSettings) -> float:
 
 def _checked(verifier: Verifier | AsyncVerifier, verdicts: list[Verdict], expected: int) -> list[Verdict]:
     """Verdicts of the right count, with scores that are numbers."""
-    if len(verdicts) != expected or not all(isinstance(verdict, Verdict) for verdict in verdicts):
+    if len(verdicts) != expected or not all(issubclass(kind, Verdict) for kind in set(map(type, verdicts))):
         raise RunFailure(
             f"the verifier {verifier.name!r} returned {len(verdicts)} verdicts for {expected} completions",
             where=f"{type(verifier).__module__}.{type(verifier).__qualname__}.verify",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -62,8 +62,7 @@ class Verdict:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Reward:
+class Reward(NamedTuple):
     """The total of all verifiers for one completion.
 
     total: weighted sum; NaN unless status is "ok". components: raw score of each verifier by name, and its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,8 +27,7 @@ class SampleSettings:
     stop: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class SampleRequest:
+class SampleRequest(NamedTuple):
     """One completion to sample.
 
     tokens: the ids to continue. stream: what the random draws are keyed by, beside the run's seed: the same key gives
@@ -52,8 +51,7 @@ class SampleRequest:
             )
 
 
-@dataclass(frozen=True)
-class SampleResult:
+class SampleResult(NamedTuple):
     """What was sampled: one log-probability (at the sampling temperature) and weight version for each token.
 
     tokens, logprobs, versions: [n], flat arrays (integers, float32, int32) where there are many, or plain sequences.

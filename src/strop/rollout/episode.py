@@ -281,18 +281,21 @@ def append_samples(places: Sequence[tuple[Episode, TurnId]], results: Sequence[S
     Raises:
         ValueError: as `Episode.append_sampled`.
     """
+    sizes = []
     for (episode, parent), result in zip(places, results, strict=True):
         episode._check_place("assistant", parent)
-        if not len(result.tokens) == len(result.logprobs) == len(result.versions):
+        size = len(result.tokens)
+        if not size == len(result.logprobs) == len(result.versions):
             raise ValueError(
-                f"{len(result.tokens)} sampled tokens need as many log-probabilities and versions, "
+                f"{size} sampled tokens need as many log-probabilities and versions, "
                 f"got {len(result.logprobs)} and {len(result.versions)}"
             )
+        sizes.append(size)
     # None becomes NaN, which is in no range. A hair above 0 is rounding of log-sum-exp; anything more is a
     # log-probability of something else.
     sure = _joined([result.logprobs for result in results], np.float32)
     served = _joined([result.versions for result in results], np.int32)
-    ends = [0, *accumulate(len(result.tokens) for result in results)]
+    ends = [0, *accumulate(sizes)]
     if ends[-1] and not (_least(sure) > -np.inf and _most(sure) <= _HAIR):
         which, position = _place(ends, int(np.argmin((sure > -np.inf) & (sure <= _HAIR))))
         raise ValueError(f"sampled token {position} has log-probability {results[which].logprobs[position]}")
@@ -358,7 +361,8 @@ def _joined(parts: Sequence[Sequence[Any] | np.ndarray], dtype: type) -> np.ndar
     """What is given end to end, in an array of its own: one of the caller's must neither be locked nor be able to
     change what was written."""
     arrays = [part if isinstance(part, np.ndarray) else np.asarray(part, dtype=dtype) for part in parts]
-    if any(array.ndim != 1 for array in arrays):
+    # One of several that is not flat cannot be put beside the others.
+    if len(arrays[0].shape) != 1:
         raise ValueError("what is appended must be flat: one entry for each token")
     return np.concatenate(arrays, dtype=dtype, casting="unsafe")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,7 +76,7 @@ class Journal:
                 ended(at, note.result)
                 continue
             places.append(at)
-            asked.append(request if note is None else replace(request, begun=note.result))
+            asked.append(request if note is None else request._replace(begun=note.result))
         if not asked:
             return
         # Whoever is woken may find it closed again.
