@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.rollout.engine import SampleResult
-from strop.rollout.episode import Episode, Status, append_prompts, append_samples, streams_of
+from strop.rollout.episode import Episode, Status, Streams, append_prompts, append_samples
 
 TOKENS = st.lists(st.integers(0, 50_000), max_size=5)
 
@@ -81,9 +81,17 @@ def test_streams_of_several_episodes_are_those_of_one_after_the_other(episodes: 
     episodes = [*episodes, *episodes[1:2]]
     taken: set[int] = set()
     alone = [episode.streams(taken) for episode in episodes]
-    together = streams_of(episodes)
-    assert [len(streams) for streams in together] == [len(streams) for streams in alone]
-    for ours, theirs in zip(chain.from_iterable(together), chain.from_iterable(alone), strict=True):
+    together = Streams(episodes)
+    assert [id(owner) for owner in together.owners] == [
+        id(episode) for episode, streams in zip(episodes, alone, strict=True) for _ in streams
+    ]
+    assert together.lengths == [len(stream.tokens) for stream in together] == [len(one.tokens) for one in together[:]]
+    assert len(together.flat.tokens) == sum(together.lengths)
+    if together:
+        assert together[-1].turns == together[len(together) - 1].turns
+    with pytest.raises(IndexError):
+        together[len(together)]
+    for ours, theirs in zip(together, chain.from_iterable(alone), strict=True):
         assert ours.turns == theirs.turns
         for one, other in zip(ours[:4], theirs[:4], strict=True):
             assert one.dtype == other.dtype

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +19,11 @@ from strop.algorithms.batch import TokenBatch
 from strop.config import Config
 from strop.errors import RunFailure
 from strop.loops.step_batch import Chosen
-from strop.rollout.episode import Episode, Group, TokenStream
+from strop.rollout.episode import Episode, Group
 from strop.rollout.kept_groups import as_arrays, from_arrays
 from strop.rollout.past_groups import PastGroup, PastGroups, oldest_version
+from strop.rollout.segments import Trained
 from strop.tracking.episodes import EpisodeColumns
-
-Trained = Sequence[tuple[Episode, TokenStream]]
-"""The episode and the stream that each sequence of a batch is."""
 
 
 class Past:
@@ -81,9 +80,9 @@ class Past:
         )
         return {"window/past_kept": float(len(self._groups.kept)), "window/past_share": self._share(found)}
 
-    def fresh(self, trained: Trained) -> list[tuple[Episode, TokenStream]]:
-        """What of a batch was not trained before."""
-        return [(episode, stream) for episode, stream in trained if episode.group not in self._numbers]
+    def fresh(self, trained: Trained) -> set[int]:
+        """The numbers of the groups of a batch that were not trained before."""
+        return {episode.group for episode in trained.episodes} - self._numbers
 
     def check(self, batch: TokenBatch, trained: Trained, step: int) -> dict[str, float]:
         """How old the tokens of a batch are that is trained with this version: metrics.
@@ -91,16 +90,16 @@ class Past:
         Raises:
             RunFailure: a token is older than the recipe allows.
         """
-        fresh, past = self._ages(batch, trained, step)
+        fresh, past = (_ages(step, versions) for versions in self._versions(batch, trained))
         bounds = (self._staleness, self._settings.max_age if self._settings is not None else 0)
         for ages, bound in zip((fresh, past), bounds, strict=True):
-            if len(ages) and (ages.max() > bound or ages.min() < 0):
+            if ages is not None and not 0 <= ages.least <= ages.most <= bound:
                 raise RunFailure(
-                    f"a token of this step is {ages.max()} versions old, and at most {bound} is allowed",
+                    f"a token of this step is {ages.most} versions old, and at most {bound} is allowed",
                     mend="this is a fault of strop; please report it",
                 )
-        found = {"staleness/max": float(fresh.max()), "staleness/mean": float(fresh.mean())} if len(fresh) else {}
-        return found | ({"window/past_age_mean": float(past.mean())} if len(past) else {})
+        found = {} if fresh is None else {"staleness/max": float(fresh.most), "staleness/mean": fresh.mean}
+        return found | ({} if past is None else {"window/past_age_mean": past.mean})
 
     def mark(self, episodes: EpisodeColumns) -> EpisodeColumns:
         """The episodes of a step; those of past groups say so."""
@@ -123,18 +122,36 @@ class Past:
         passed = [e.reward >= self._correct_at if e.correct is None else e.correct for e in group.episodes]
         return sum(passed) / len(passed)
 
-    def _ages(self, batch: TokenBatch, trained: Trained, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def _versions(self, batch: TokenBatch, trained: Trained) -> tuple[np.ndarray, np.ndarray]:
         """Of the sampled tokens of the step's own groups, and of those of past groups."""
         versions: np.ndarray = batch.versions.numpy()
         sampled = versions >= 0
         if not self._numbers:
-            return step - versions[sampled], versions[:0]
+            return versions[sampled], versions[:0]
         past = self._past_tokens(trained, batch).numpy()
-        return step - versions[sampled & ~past], step - versions[sampled & past]
+        return versions[sampled & ~past], versions[sampled & past]
 
     def _past_tokens(self, trained: Trained, batch: TokenBatch) -> Tensor:
         """[T] bool."""
-        return torch.tensor([episode.group in self._numbers for episode, _ in trained], dtype=torch.bool)[batch.seq_ids]
+        return torch.tensor([episode.group in self._numbers for episode in trained.episodes], dtype=torch.bool)[
+            batch.seq_ids
+        ]
+
+
+class _Ages(NamedTuple):
+    least: int
+    most: int
+    mean: float
+
+
+def _ages(step: int, versions: np.ndarray) -> _Ages | None:
+    """Steps between tokens and the one that trains them; None without any."""
+    if not len(versions):
+        return None
+    oldest, newest = int(versions.min()), int(versions.max())
+    # Most steps train tokens of one version.
+    mean = float(step - oldest) if oldest == newest else step - float(versions.mean())
+    return _Ages(step - newest, step - oldest, mean)
 
 
 def _by_group(episodes: Sequence[Episode]) -> dict[int, Group]:
@@ -153,7 +170,7 @@ def _mean_advantages(trained: Trained, batch: TokenBatch) -> dict[int, float]:
     sums = count.index_add(0, batch.seq_ids, sizes).tolist()
     counts = count.index_add(0, batch.seq_ids, batch.loss_mask.double()).tolist()
     totals: dict[int, tuple[float, float]] = {}
-    for (episode, _), total, tokens in zip(trained, sums, counts, strict=True):
+    for episode, total, tokens in zip(trained.episodes, sums, counts, strict=True):
         before = totals.get(episode.group, (0.0, 0.0))
         totals[episode.group] = (before[0] + total, before[1] + tokens)
     return {number: total / max(tokens, 1.0) for number, (total, tokens) in totals.items()}

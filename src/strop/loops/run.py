@@ -32,9 +32,10 @@ from strop.loops.watch import Watch
 from strop.loops.window_choices import told_of_window
 from strop.rewards.composition import check_errors
 from strop.rollout.collector import Collector, reward_of
-from strop.rollout.episode import Episode, Group, TokenStream
+from strop.rollout.episode import Episode, Group
 from strop.rollout.journal import Journal
 from strop.rollout.recorded import RecordedCollector
+from strop.rollout.segments import Trained
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import EpisodeColumns, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
@@ -91,7 +92,7 @@ class Run(BaseRun):
         self._watch = Watch(prepared, self._texts, display, opened.directory)
         self._files = EpisodeWriter()
         self._seen: dict[str, float] = {}
-        self._trained: list[tuple[Episode, TokenStream]] = []
+        self._trained = Trained([])
         self._left_out: list[Episode] = []
         self._recorded = False
         self._said_nothing_left = False
@@ -186,7 +187,7 @@ class Run(BaseRun):
             own = self._are_own(groups)
             self._recorded = take_recorded(batch, self.config, self._demands, self.trainer, own=own)
         self._batch_metrics = step_batch.group_metrics(
-            groups, collector.discarded, collector.refills, [] if chosen.silent else self.past.fresh(self._trained)
+            groups, collector.discarded, collector.refills, () if chosen.silent else self.past.fresh(self._trained)
         )
         self._batch_metrics |= step_batch.fill(
             batch, self.algorithm, self._demands, self.trainer, self.teacher, self.critic
@@ -307,7 +308,7 @@ class Run(BaseRun):
             scored = batch.input_ids.shape[0] / max(metrics["time/scoring"], 1e-9)
             metrics["throughput/scoring_tokens_per_second"] = scored
         return metrics | {
-            "tokens/trained": float(batch.loss_mask.sum()),
+            "tokens/trained": float(batch.trained()),
             "time/step": seconds,
             "throughput/tokens_per_second": tokens / seconds,
             "throughput/completions_per_minute": 60 * sum(len(g.episodes) for g in sampled) / seconds,

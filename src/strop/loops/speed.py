@@ -43,7 +43,7 @@ class Speed:
         tokens, seconds = int(lengths.sum()), times["time/training"]
         found = {"throughput/training_tokens_per_second": self._epochs * tokens / max(seconds, 1e-9)}
         works = [work for work in self._works if work is not None]
-        if not whole or len(works) < len(self._works) or seconds <= 0 or not (trained := int(batch.loss_mask.sum())):
+        if not whole or len(works) < len(self._works) or seconds <= 0 or not (trained := batch.trained()):
             return found
         # A trainer that does not count is taken to share nothing.
         packed = stats.get(PACKED) or self._epochs * tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from strop.errors import RunFailure
 from strop.loops.algorithm import Demands
 from strop.loops.teacher import Teachers
 from strop.rollout.episode import Episode, Group, TokenStream
-from strop.rollout.segments import laid_out, numbered
+from strop.rollout.segments import Trained, numbered
 from strop.training.batching import token_batch
 
 if TYPE_CHECKING:
@@ -73,35 +73,33 @@ def choose(groups: Sequence[Group], demands: Demands, baselines: Mapping[int, Ep
 
 def lay_out(
     chosen: Chosen, demands: Demands, baselines: Mapping[int, Episode], *, environment_weight: float = 0.0
-) -> tuple[TokenBatch, list[tuple[Episode, TokenStream]]]:
+) -> tuple[TokenBatch, Trained]:
     """The flat batch of the chosen episodes, and the episode and stream that each of its sequences is.
 
     Args:
         environment_weight: weight of the environment's rewards in the total.
     """
-    parts, flat = laid_out(chosen.trained)
-    streams = [(part.episode, part.stream) for part in parts]
+    trained = Trained(chosen.trained)
     batch = token_batch(
-        [part.stream for part in parts],
-        rewards=[part.reward for part in parts],
-        group_ids=numbered(part.cohort for part in parts),
-        truncated=[part.ends and part.episode.status == "length" for part in parts],
-        flat=flat,
+        trained.streams,
+        rewards=trained.rewards,
+        group_ids=numbered(trained.cohorts),
+        truncated=[ends and e.status == "length" for e, ends in zip(trained.episodes, trained.ends, strict=True)],
     )
-    units = numbered(part.unit for part in parts)
+    units = numbered(trained.units)
     if len(set(units)) < len(units):
         batch.episode_ids = torch.tensor(units, dtype=torch.int64)
     # By place, not by number: past groups, which have low numbers, lie among the others.
-    batch.prompt_ids = torch.tensor(numbered(part.episode.group for part in parts), dtype=torch.int64)
+    batch.prompt_ids = torch.tensor(numbered(e.group for e in trained.episodes), dtype=torch.int64)
     if environment_weight and any(episode.turn_rewards for episode in chosen.trained):
-        batch.turn_rewards = torch.cat([_of_turns(e, s, environment_weight) for e, s in streams])
+        batch.turn_rewards = torch.cat([_of_turns(e, s, environment_weight) for e, s in trained])
     if demands.greedy:
-        batch.greedy_rewards = torch.tensor([baselines[e.group].reward for e, _ in streams], dtype=torch.float32)
+        batch.greedy_rewards = torch.tensor([baselines[e.group].reward for e in trained.episodes], dtype=torch.float32)
     if demands.overlong_filter:
         batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated, batch.seq_ids)
     if chosen.silent:
         batch.loss_mask = torch.zeros_like(batch.loss_mask)
-    return batch, streams
+    return batch, trained
 
 
 def _of_turns(episode: Episode, stream: TokenStream, weight: float) -> Tensor:
@@ -178,14 +176,15 @@ def policies(batch: TokenBatch) -> dict[str, float]:
 
 
 def group_metrics(
-    groups: Sequence[Group], discarded: Sequence[Group], refills: int, trained: Sequence[tuple[Episode, TokenStream]]
+    groups: Sequence[Group], discarded: Sequence[Group], refills: int, trained: Collection[int]
 ) -> dict[str, float]:
-    """An account of the groups of a step: sampled = kept + discarded, and kept = trained + left out."""
+    """An account of the groups of a step: sampled = kept + discarded, and kept = trained + left out. trained: their
+    numbers."""
     return {
         "groups/sampled": float(len(groups) + len(discarded)),
         "groups/kept": float(len(groups)),
         "groups/discarded": float(len(discarded)),
-        "groups/trained": float(len({episode.group for episode, _ in trained})),
+        "groups/trained": float(len(trained)),
         "groups/refills": float(refills),
     }
 

@@ -15,6 +15,7 @@ from strop.data.prompts import PromptDataset
 from strop.data.rollouts import RolloutDataset
 from strop.data.rows import row_number
 from strop.rollout.episode import Episode, Group, Status, TokenStream
+from strop.rollout.segments import Trained
 from strop.tracking.display import Sample
 from strop.tracking.episodes import EpisodeColumns
 
@@ -55,7 +56,7 @@ def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str
 
 
 def episode_columns(
-    streams: Sequence[tuple[Episode, TokenStream]],
+    trained: Sequence[tuple[Episode, TokenStream]],
     batch: TokenBatch | None,
     failed: Sequence[Episode],
     prompts: PromptTexts,
@@ -63,19 +64,19 @@ def episode_columns(
     """Each trained stream, in the order of the batch, then those of failed episodes.
 
     Args:
-        streams: what was trained. batch: made of them, with advantages and the trainer's log-probabilities.
+        trained: each with its episode. batch: made of them, with advantages and the trainer's log-probabilities.
         failed: episodes that were left out.
 
     Raises:
         ValueError: the batch is made of something else.
     """
-    columns = _columns([*streams, *_streams(failed)], prompts)
+    columns = _columns(trained, _streams(failed), prompts)
     if batch is not None and batch.advantages is not None:
-        if batch.lengths().tolist() != columns.lengths[: len(streams)]:
+        if batch.lengths().tolist() != columns.lengths[: len(trained)]:
             raise ValueError("the batch has entries for other streams than these")
         for name, numbers in (("advantages", batch.advantages), ("trainer_logprobs", batch.extra["logprobs"])):
             columns.arrays[name] = numbers.numpy()
-            columns.without[name][: len(streams)] = False
+            columns.without[name][: len(trained)] = False
     return columns
 
 
@@ -86,7 +87,7 @@ def columns_beside(
     order in which they were."""
     compared = [baselines[number] for number in sorted(baselines)]
     episodes = [*compared, *(episode for group in discarded for episode in group.episodes)]
-    return _columns(_streams(episodes), prompts)
+    return _columns((), _streams(episodes), prompts)
 
 
 class PromptTexts:
@@ -124,8 +125,18 @@ def _streams(episodes: Sequence[Episode]) -> list[tuple[Episode, TokenStream]]:
     return [(episode, stream) for episode in episodes for stream in episode.streams()]
 
 
-def _columns(given: Sequence[tuple[Episode, TokenStream]], prompts: PromptTexts) -> EpisodeColumns:
-    episodes, streams = [episode for episode, _ in given], [stream for _, stream in given]
+def _columns(
+    trained: Sequence[tuple[Episode, TokenStream]], others: Sequence[tuple[Episode, TokenStream]], prompts: PromptTexts
+) -> EpisodeColumns:
+    episodes, streams = [episode for episode, _ in others], [stream for _, stream in others]
+    lengths = [len(stream.tokens) for stream in streams]
+    if isinstance(trained, Trained) and trained.laid is not None:
+        # What lies end to end need not be cut apart to lie so.
+        owners, parts, sizes = trained.episodes, [trained.laid.flat], trained.laid.lengths
+    else:
+        owners, parts = [episode for episode, _ in trained], [stream for _, stream in trained]
+        sizes = [len(stream.tokens) for stream in parts]
+    episodes, streams, lengths = [*owners, *episodes], [*parts, *streams], [*sizes, *lengths]
     names = [episode.prompt_id for episode in episodes]
     texts = {name: prompts.text(name) for name in set(names)}
     values: dict[str, Sequence[Any]] = {
@@ -152,17 +163,18 @@ def _columns(given: Sequence[tuple[Episode, TokenStream]], prompts: PromptTexts)
         "advantages": np.zeros(0, dtype=np.float32),
         "trainer_logprobs": np.zeros(0, dtype=np.float32),
     }
-    without = {name: np.ones(len(streams), dtype=np.bool_) for name in ("advantages", "trainer_logprobs")}
-    return EpisodeColumns([len(stream.tokens) for stream in streams], values, arrays, without)
+    without = {name: np.ones(len(lengths), dtype=np.bool_) for name in ("advantages", "trainer_logprobs")}
+    return EpisodeColumns(lengths, values, arrays, without)
 
 
 def _places(episodes: Sequence[Episode]) -> list[int]:
     """For each stream, whose episode it is, how many of this episode came before it."""
-    seen: Counter[int] = Counter()
+    seen: dict[int, int] = {}
     found = []
     for episode in episodes:
-        found.append(seen[id(episode)])
-        seen[id(episode)] += 1
+        place = seen.get(id(episode), 0)
+        seen[id(episode)] = place + 1
+        found.append(place)
     return found
 
 

@@ -119,7 +119,7 @@ class SupervisedRun(BaseRun):
         started = time.perf_counter()
         seconds = started - self._step_started
         tokens = int(batch.input_ids.shape[0])
-        trained = int(batch.loss_mask.sum())
+        trained = batch.trained()
         self._tokens["trained"] += trained
         metrics = with_perplexity(stats) | self._times | self._take_waited()
         metrics |= {
@@ -260,7 +260,7 @@ class SupervisedRun(BaseRun):
             part = rows[start : start + self.settings.batch_size]
             batch = batch_of(part)
             self._fill(batch, "eval", part, f"from-{start}")
-            trained = int(batch.loss_mask.sum())
+            trained = batch.trained()
             total += trained
             for name, value in self.trainer.evaluate(batch, self.objective).items():
                 sums[name] = sums.get(name, 0.0) + value * trained

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -193,7 +193,7 @@ class Episode:
         Args:
             taken: `id` of the turns that are trained elsewhere, to which those of this episode are added.
         """
-        return streams_of([self], taken)[0]
+        return list(Streams([self], taken))
 
     def path_tokens(self, leaf: TurnId) -> list[int]:
         """Token ids from the beginning of a turn's path to its end."""
@@ -311,50 +311,56 @@ def append_samples(places: Sequence[tuple[Episode, TurnId]], results: Sequence[S
     ]
 
 
-def streams_of(episodes: Sequence[Episode], taken: set[int] | None = None) -> list[list[TokenStream]]:
-    """The streams of each of some episodes, as `Episode.streams` gives them of one episode after the other."""
-    return lay_end_to_end(episodes, taken)[1]
+class Streams(Sequence[TokenStream]):
+    """The streams of some episodes, which lie end to end; each is cut out when it is asked for.
 
-
-def lay_end_to_end(
-    episodes: Sequence[Episode], taken: set[int] | None = None
-) -> tuple[TokenStream, list[list[TokenStream]]]:
-    """The streams of some episodes as a single one (of no turns), and those of each, which are cuts of its arrays.
-
-    To lay out each alone takes four times as long.
+    flat: all of them as a single one, of no turns. lengths: tokens of each. owners: the episode of each.
     """
-    taken = set() if taken is None else taken
-    paths = [episode.paths() for episode in episodes]
-    parts: list[np.ndarray] = []
-    trained: list[bool] = []
-    sampled: list[Turn] = []
-    for episode, of_it in zip(episodes, paths, strict=True):
-        for path in of_it:
-            for place in path:
-                turn = episode.turns[place]
-                parts.append(turn.tokens)
-                own = turn.role == "assistant" and id(turn) not in taken
-                trained.append(own)
-                if own:
-                    taken.add(id(turn))
-                    sampled.append(turn)
-    sizes = list(map(len, parts))
-    mask = np.repeat(np.array(trained, dtype=np.bool_), sizes)
-    tokens = np.concatenate([_NO_TOKENS, *parts])
-    logprobs, versions = np.full(len(mask), np.nan, dtype=np.float32), np.full(len(mask), -1, dtype=np.int32)
-    if sampled:
-        logprobs[mask] = np.concatenate([turn.logprobs for turn in sampled])
-        versions[mask] = np.concatenate([turn.versions for turn in sampled])
-    ends = [0, *accumulate(sizes)]
-    at = 0
 
-    def cut(path: tuple[TurnId, ...]) -> TokenStream:
-        nonlocal at
-        start, at = ends[at], at + len(path)
-        end = ends[at]
-        return TokenStream(tokens[start:end], mask[start:end], logprobs[start:end], versions[start:end], path)
+    def __init__(self, episodes: Sequence[Episode], taken: set[int] | None = None) -> None:
+        """Lay out what `Episode.streams` gives of one episode after the other, in a quarter of the time."""
+        taken = set() if taken is None else taken
+        self.owners: list[Episode] = []
+        self._paths: list[tuple[TurnId, ...]] = []
+        parts: list[np.ndarray] = []
+        trained: list[bool] = []
+        sampled: list[Turn] = []
+        for episode in episodes:
+            for path in episode.paths():
+                self.owners.append(episode)
+                self._paths.append(path)
+                for place in path:
+                    turn = episode.turns[place]
+                    parts.append(turn.tokens)
+                    own = turn.role == "assistant" and id(turn) not in taken
+                    trained.append(own)
+                    if own:
+                        taken.add(id(turn))
+                        sampled.append(turn)
+        sizes = list(map(len, parts))
+        ends = [0, *accumulate(sizes)]
+        edges = [0, *accumulate(map(len, self._paths))]
+        self._ends = [ends[edge] for edge in edges]
+        self.lengths = [end - start for start, end in pairwise(self._ends)]
+        mask = np.repeat(np.array(trained, dtype=np.bool_), sizes)
+        tokens = np.concatenate([_NO_TOKENS, *parts])
+        logprobs, versions = np.full(len(mask), np.nan, dtype=np.float32), np.full(len(mask), -1, dtype=np.int32)
+        if sampled:
+            logprobs[mask] = np.concatenate([turn.logprobs for turn in sampled])
+            versions[mask] = np.concatenate([turn.versions for turn in sampled])
+        self.flat = TokenStream(tokens, mask, logprobs, versions, ())
 
-    return TokenStream(tokens, mask, logprobs, versions, ()), [[cut(path) for path in of_it] for of_it in paths]
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        path = self._paths[at]
+        at %= len(self)
+        here = slice(self._ends[at], self._ends[at + 1])
+        tokens, mask, logprobs, versions, _ = self.flat
+        return TokenStream(tokens[here], mask[here], logprobs[here], versions[here], path)
 
 
 def _joined(parts: Sequence[Sequence[Any] | np.ndarray], dtype: type) -> np.ndarray:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from strop.rollout.episode import Episode, TokenStream, lay_end_to_end
+from strop.rollout.episode import Episode, Streams, TokenStream
 
 
 class Segment(NamedTuple):
@@ -33,22 +33,56 @@ class Segment(NamedTuple):
     ends: bool = True
 
 
+class Trained(Sequence[tuple[Episode, TokenStream]]):
+    """The episode and the stream that each sequence of a batch is.
+
+    episodes, streams: these one by one. laid: the streams as they lie end to end, None where some are cut shorter. The
+    others, one for each stream too, are those of `Segment`.
+    """
+
+    def __init__(self, episodes: Sequence[Episode]) -> None:
+        """The parts of some episodes, in their order; each sampled turn is trained in exactly one of them."""
+        self.episodes: Sequence[Episode]
+        self.streams: Sequence[TokenStream]
+        self.rewards: Sequence[float]
+        self.cohorts: Sequence[Hashable]
+        self.units: Sequence[Hashable]
+        self.ends: Sequence[bool]
+        self.laid: Streams | None = None
+        laid = Streams(episodes)
+        if any(episode.branch for episode in episodes):
+            columns = zip(*_parts_of(laid, episodes), strict=True)
+            self.episodes, self.streams, self.rewards, self.cohorts, self.units, self.ends = columns
+            return
+        self.episodes, self.streams, self.laid = laid.owners, laid, laid
+        self.rewards = [episode.reward for episode in laid.owners]
+        self.cohorts = [(episode.group, episode.role) for episode in laid.owners]
+        self.units = [(episode.group, episode.sample) for episode in laid.owners]
+        self.ends = [True] * len(laid)
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return list(zip(self.episodes[at], self.streams[at], strict=True))
+        return self.episodes[at], self.streams[at]
+
+
 def segments(episodes: Sequence[Episode]) -> list[Segment]:
-    """The parts of some episodes, in their order; each sampled turn is trained in exactly one of them."""
-    return laid_out(episodes)[0]
+    """The same, part by part."""
+    found = Trained(episodes)
+    columns = (found.episodes, found.streams, found.rewards, found.cohorts, found.units, found.ends)
+    return [Segment(*one) for one in zip(*columns, strict=True)]
 
 
-def laid_out(episodes: Sequence[Episode]) -> tuple[list[Segment], TokenStream | None]:
-    """The same, and their streams end to end, where these are whole ones."""
-    flat, streams = lay_end_to_end(episodes)
-    pairs = zip(episodes, streams, strict=True)
-    if not any(episode.branch for episode in episodes):
-        return [_whole(episode, stream) for episode, each in pairs for stream in each], flat
+def _parts_of(streams: Streams, episodes: Sequence[Episode]) -> list[Segment]:
     behind: dict[Hashable, list[float]] = {}
     for episode in episodes:
         for depth in range(len(episode.branch)):
             behind.setdefault(_unit(episode, depth), []).append(episode.reward)
-    return [part for episode, each in pairs for stream in each for part in _parts(episode, stream, behind)], None
+    pairs = zip(streams.owners, streams, strict=True)
+    return [part for episode, stream in pairs for part in _parts(episode, stream, behind)]
 
 
 def numbered(keys: Iterable[Hashable]) -> list[int]:
@@ -57,13 +91,10 @@ def numbered(keys: Iterable[Hashable]) -> list[int]:
     return [known.setdefault(key, len(known)) for key in keys]
 
 
-def _whole(episode: Episode, stream: TokenStream) -> Segment:
-    return Segment(episode, stream, episode.reward, (episode.group, episode.role), (episode.group, episode.sample))
-
-
 def _parts(episode: Episode, stream: TokenStream, behind: dict[Hashable, list[float]]) -> list[Segment]:
     if not episode.branch:
-        return [_whole(episode, stream)]
+        cohort = (episode.group, episode.role)
+        return [Segment(episode, stream, episode.reward, cohort, (episode.group, episode.sample))]
     found = []
     for depth in range(len(episode.branch)):
         part = _between(stream, episode, depth)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,19 +31,29 @@ class Stream(Protocol):
     def versions(self) -> np.ndarray: ...
 
 
+@runtime_checkable
+class EndToEnd(Protocol):
+    """Streams that are cuts of a single one, one after the other; `rollout.Streams` are. lengths: tokens of each."""
+
+    flat: Stream
+    lengths: Sequence[int]
+
+
 def token_batch(
     streams: Sequence[Stream],
     *,
     rewards: Sequence[float],
     group_ids: Sequence[int],
     truncated: Sequence[bool],
-    flat: Stream | None = None,
 ) -> TokenBatch:
     """Lay streams end to end. Sequence-level arguments have one entry for each stream.
 
-    flat: the same streams where they lie end to end already; the batch then shares its memory.
+    Of streams that lie so already (`EndToEnd`) the batch shares the memory.
     """
-    lengths = np.array([len(stream.tokens) for stream in streams], dtype=np.int64)
+    flat, sizes = None, None
+    if isinstance(streams, EndToEnd):
+        flat, sizes = streams.flat, streams.lengths
+    lengths = np.array([len(one.tokens) for one in streams] if sizes is None else sizes, dtype=np.int64)
     seq_ids = np.repeat(np.arange(len(streams)), lengths)
     begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
 

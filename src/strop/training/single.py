@@ -182,7 +182,7 @@ class SingleDeviceTrainer:
                 with self._forwards.running(self.model, self._forwards.plan(micro)):
                     _, found, terms, entropy = self._loss(micro, objective, denominators)
                 if found is not None:
-                    totals.add(terms, found, micro, entropy, int(batch.loss_mask.sum()), denominators[""])
+                    totals.add(terms, found, micro, entropy, batch.trained(), denominators[""])
             self._ranks_of.rest(self._whole)
         return totals.means(self._ranks_of)
 
@@ -309,7 +309,7 @@ class SingleDeviceTrainer:
         self.model.train(not head_alone)
         seen = []
         denominators = objective.denominators(batch)
-        trained = int(batch.loss_mask.sum())
+        trained = batch.trained()
         sampled = batch.sampler_logprobs[batch.versions >= 0]
         first = first and len(sampled) > 0 and not bool(torch.isnan(sampled).all())
         # Noise belongs to a sequence, so none may be computed together with another.
