@@ -87,14 +87,14 @@ def combine_all(
             combine(dict(zip(answers, one, strict=True)), settings, row) for one, row in zip(each, rows, strict=True)
         ]
     [(name, verdicts)], [verifier] = answers.items(), settings.verifiers
-    weight, clip, correct_at = verifier.weight, verifier.clip, settings.correct_at
+    weight, clip, total_clip, correct_at = verifier.weight, verifier.clip, settings.clip, settings.correct_at
     rewards = []
     for verdict, row in zip(verdicts, rows, strict=True):
         score = verdict.score
         # The score of a single verifier is all there is to add up, unless there is more to say.
         said = score is None or verdict.status != "ok" or verdict.detail or verdict.components
         if score is not None and not said and is_for(verifier, row):
-            total = held(0.0 + weight * held(score, clip), settings.clip)
+            total = held(0.0 + weight * held(score, clip), total_clip)
             if math.isfinite(total):
                 rewards.append(Reward(total, {name: score}, score >= correct_at))
                 continue

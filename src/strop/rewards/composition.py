@@ -170,15 +170,18 @@ def _checked(verifier: Verifier | AsyncVerifier, verdicts: list[Verdict], expect
             where=f"{type(verifier).__module__}.{type(verifier).__qualname__}.verify",
             mend="return one Verdict for each completion, in order",
         )
-    return [_sound(verdict) for verdict in verdicts]
+    return [verdict if _is_plain(verdict) else _sound(verdict) for verdict in verdicts]
+
+
+def _is_plain(verdict: Verdict) -> bool:
+    """Whether a verdict is nothing but a number."""
+    if verdict.status != "ok" or verdict.detail or verdict.components:
+        return False
+    return verdict.score is not None and abs(verdict.score) <= LARGEST
 
 
 def _sound(verdict: Verdict) -> Verdict:
     """A verdict that can be computed with and written down; an error where it cannot."""
-    score = verdict.score
-    plain = not verdict.detail and not verdict.components
-    if plain and verdict.status == "ok" and score is not None and abs(score) <= LARGEST:
-        return verdict
     components = {encodable(name): value for name, value in verdict.components.items()}
     if components or verdict.detail:
         verdict = replace(verdict, detail=encodable(verdict.detail), components=components)

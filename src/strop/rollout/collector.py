@@ -123,7 +123,7 @@ def completed_of(episode: Episode, prompt: PromptLike) -> Completed:
         completion=episode.completion,
         answer=prompt.answer,
         row=episode.row,
-        completion_ids=episode.sampled_ids(),  # type: ignore[arg-type]
+        completion_ids=episode.sampled_ids(),
         finish=str(episode.status),
         messages=episode.messages,
         environment_reward=sum(episode.turn_rewards.values()) if episode.turn_rewards else None,

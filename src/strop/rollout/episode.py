@@ -44,6 +44,10 @@ class Status(StrEnum):
         """Whether the reward can be believed; an error is never a reward of 0."""
 
 
+ENDED: dict[str, Status] = {str(status): status for status in Status}
+"""Each by its name, in a fifth of the time that an enumeration takes to find it."""
+
+
 class Turn(NamedTuple):
     """A run of tokens by one speaker, appended once.
 
@@ -202,7 +206,10 @@ class Episode:
 
     def sampled_ids(self) -> np.ndarray:
         """Token ids of all sampled turns, in order: int64, not to be written to."""
-        found = [turn.tokens for turn in self.turns if turn.role == "assistant"]
+        turns = self.turns
+        if len(turns) == 2 and turns[0].role != "assistant" and turns[1].role == "assistant":  # as most are
+            return turns[1].tokens
+        found = [turn.tokens for turn in turns if turn.role == "assistant"]
         return found[0] if len(found) == 1 else np.concatenate([_NO_TOKENS, *found])
 
     def sampled_tokens(self) -> int:
@@ -305,10 +312,11 @@ def append_samples(places: Sequence[tuple[Episode, TurnId]], results: Sequence[S
     ids = _ids([result.tokens for result in results])
     np.minimum(sure, _ONE, out=sure)
     sure.flags.writeable = served.flags.writeable = False
-    return [
-        episode._add(Turn("assistant", ids[at:to], sure[at:to], served[at:to], parent, result.finish))
-        for (episode, parent), result, at, to in zip(places, results, ends, ends[1:], strict=False)
-    ]
+    found = []
+    for (episode, parent), result, at, to in zip(places, results, ends, ends[1:], strict=False):
+        found.append(len(episode.turns))
+        episode.turns.append(Turn("assistant", ids[at:to], sure[at:to], served[at:to], parent, result.finish))
+    return found
 
 
 class Streams(Sequence[TokenStream]):

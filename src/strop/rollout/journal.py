@@ -86,11 +86,15 @@ class Journal:
             if request.stream[0] >= 0:
                 self._asked[request.stream] = request
 
+        left = set(range(len(asked)))
+
         def noted(at: int, result: SampleResult) -> None:
             request = asked[at]
-            if request.stream[0] >= 0 and result.finish != "aborted":
-                self._notes[request.stream] = Note(request.tokens, result)
-            self._answered(request)
+            if request.stream[0] >= 0:
+                if result.finish != "aborted":
+                    self._notes[request.stream] = Note(request.tokens, result)
+                self._answered(request)
+            left.discard(at)
             ended(places[at], result)
 
         self._enter()
@@ -99,8 +103,8 @@ class Journal:
                 await sample_all(self._engine, asked, noted)
         finally:
             self._leave()
-            for request in asked:
-                self._answered(request)
+            for at in left:
+                self._answered(asked[at])
 
     def _noted(self, request: SampleRequest) -> Note | None:
         """What there is of a request, if it has the prompt that was noted."""

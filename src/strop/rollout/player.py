@@ -12,7 +12,7 @@ from strop.environments.driven import Driver
 from strop.models.detokenizing import detokenizer
 from strop.rollout.asking import Failed, Home
 from strop.rollout.engine import SampleRequest, SampleResult, Samples, SampleSettings
-from strop.rollout.episode import Episode, Status, append_prompts
+from strop.rollout.episode import ENDED, Episode, append_prompts
 from strop.rollout.game import Game
 from strop.rollout.hosted import Host
 from strop.rollout.match import SelfPlay
@@ -104,7 +104,7 @@ class Player:
         results = [found[at] for at in range(len(parts))]
         self._speaker.write([(episode, len(episode.turns) - 1) for episode in episodes], results)
         for episode, result in zip(episodes, results, strict=True):
-            episode.status = Status(result.finish)
+            episode.status = ENDED[result.finish]
         return [[episode] for episode in episodes]
 
     async def _with_world(self, part: Part, prompt: PromptLike, world: World) -> list[Episode]:
