@@ -197,6 +197,40 @@ async def test_requests_wait_for_a_new_engine_where_there_is_no_other(hosted: Ho
     assert {version for r in found for version in r.versions} == {4}
 
 
+async def test_a_group_is_sampled_as_its_completions_are(engine: RemoteEngine) -> None:
+    asked, found = requests(prompts=1, new=40), dict[int, SampleResult]()
+    await engine.generate_all(asked, found.__setitem__)
+    same([found[at] for at in range(len(asked))], await here(asked))
+    # A group that is given up leaves nothing behind, here or there.
+    endless = asyncio.ensure_future(engine.generate_all(requests(prompts=1, new=200), lambda at, result: None))
+    while not await engine.under_way():
+        await asyncio.sleep(0.01)
+    endless.cancel()
+    await asyncio.gather(endless, return_exceptions=True)
+    assert not engine._waiting
+    while await engine.under_way():
+        await asyncio.sleep(0.01)
+
+
+async def test_what_a_lost_engine_has_answered_of_a_group_is_not_sampled_again(hosted: Hosted) -> None:
+    engines = await hosted.begin(2)
+    router = EngineRouter(engines, restart=hosted.again, reload=hosted.reload)
+    short, *long = requests(prompts=1, new=200)
+    asked = [short._replace(settings=SampleSettings(2)), *long]
+    told = list[tuple[int, SampleResult]]()
+    group = asyncio.ensure_future(router.generate_all(asked, lambda at, result: told.append((at, result))))
+    while not told:
+        await asyncio.sleep(0.01)
+    assert [at for at, _ in told] == [0]
+    os.kill(hosted.group.workers[0].pid, signal.SIGKILL)
+    await group
+    assert sorted(at for at, _ in told) == list(range(len(asked)))
+    expected = await here(asked)
+    for at, result in told:
+        assert list(result.tokens) == list(expected[at].tokens)
+    assert router.begun_anew == len(long)
+
+
 async def test_what_is_under_way_is_told_and_gone_on_with(engine: RemoteEngine) -> None:
     asked = requests(prompts=2, new=200)
     expected = await here(asked)

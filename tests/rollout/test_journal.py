@@ -127,6 +127,36 @@ def test_and_through_a_file(notes: dict[tuple[int, ...], Note]) -> None:
 # Answering, and going on.
 
 
+async def test_of_a_group_what_has_ended_is_noted_before_the_rest_has() -> None:
+    slow, told = Slow(), dict[int, SampleResult]()
+    journal = Journal(slow)  # type: ignore[arg-type]
+    asked = [request((3, sample, 0), new=2 + 3 * sample) for sample in range(3)]
+    group = asyncio.create_task(journal.generate_all(asked, told.__setitem__))
+    await slow.step(3)
+    assert list(told) == [0]
+    assert not group.done()
+    notes = await journal.notes()
+    assert {stream: (len(note.result.tokens), note.ended) for stream, note in notes.items()} == {
+        (3, 0, 0): (2, True), (3, 1, 0): (3, False), (3, 2, 0): (3, False)
+    }  # fmt: skip
+    group.cancel()
+    await asyncio.gather(group, return_exceptions=True)
+    assert not (await journal.notes()).keys() - {(3, 0, 0)}
+
+    # Another run goes on from there: what had ended is told at once, and the rest goes on behind what there was.
+    other, again = Slow(), dict[int, SampleResult]()
+    after = Journal(other)  # type: ignore[arg-type]
+    after.take_back(notes)
+    going = asyncio.create_task(after.generate_all(asked, again.__setitem__))
+    await other.step(1)
+    assert list(again) == [0]
+    assert [(one.stream, len(one.begun.tokens)) for one in other.asked if one.begun] == [((3, 1, 0), 3), ((3, 2, 0), 3)]
+    await other.step(4)
+    await going
+    assert [list(again[at].tokens) for at in range(3)] == [list(range(10, 10 + 2 + 3 * at)) for at in range(3)]
+    assert after.gone_on == 3
+
+
 async def test_what_has_ended_is_answered_by_its_note_and_not_sampled() -> None:
     engine = Slow()
     journal = Journal(engine)

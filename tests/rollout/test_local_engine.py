@@ -497,6 +497,43 @@ async def test_a_request_that_cannot_fit_is_refused_and_disturbs_nobody(tiny_mod
     same(await whole, [one_at_a_time(model, request(prompt_of(28), new=12))])
 
 
+async def test_a_group_is_sampled_as_its_completions_are(tiny_model: Make) -> None:
+    model, asked = tiny_model(), groups()
+    engine, found = engine_of(model), dict[int, SampleResult]()
+    together = [
+        asyncio.create_task(
+            engine.generate_all(asked[at : at + 3], lambda place, result, at=at: found.setdefault(at + place, result))
+        )
+        for at in range(0, 12, 3)
+    ]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*together)
+    same([found[at] for at in range(12)], await sample(engine_of(model), asked))
+
+
+async def test_a_cancelled_group_frees_its_rows(tiny_model: Make) -> None:
+    model = tiny_model()
+    engine = engine_of(model, eos_ids=(), max_sequences=2)
+    endless = [request(stream=(n,), new=400) for n in (97, 98, 99)]
+    group = asyncio.create_task(engine.generate_all(endless, lambda place, result: None))
+    await sampled_tokens(engine, 6)
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await group
+    asked = request(prompt_of(6, 0), (0,))
+    same(await sample(engine, [asked]), [one_at_a_time(model, asked, eos=())])
+    assert engine.take_stats().sampled_tokens < 200
+    assert not engine._running
+    assert not engine._waiting
+
+
+async def test_nothing_of_a_group_begins_where_one_cannot_fit(tiny_model: Make) -> None:
+    engine = engine_of(tiny_model(), context=40)
+    with pytest.raises(ValueError, match="context of 40"):
+        await engine.generate_all([request(), request(new=40)], lambda place, result: None)
+    assert not engine._waiting
+
+
 @pytest.mark.parametrize("broken", ["cache", "model", "draw", "weights"])
 async def test_a_failure_reaches_every_caller_and_the_engine_works_again(
     tiny_model: Make, monkeypatch: pytest.MonkeyPatch, broken: str
