@@ -84,6 +84,8 @@ class EngineRouter:
             place = places[at]
             del left[place]
             self._outstanding[index] -= tokens.pop(place)
+            if not left:
+                self._busy[index].leave()
             ended(place, result)
 
         self._outstanding[index] += sum(tokens.values())
@@ -91,8 +93,12 @@ class EngineRouter:
             if index in self._repairs:
                 await self._repaired(index)
                 return
-            with self._busy[index]:
+            self._busy[index].enter()
+            try:
                 await sample_all(engine, list(left.values()), there)
+            finally:
+                if left:
+                    self._busy[index].leave()
         except WorkerLost as loss:
             self._repair(index, engine, loss)
             self.begun_anew += len(left)

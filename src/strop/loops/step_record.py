@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -28,13 +28,13 @@ def rollout_metrics(groups: Sequence[Group], *, max_new_tokens: int) -> dict[str
     lengths = np.asarray([e.sampled_tokens() for e in episodes])
     statuses = Counter([e.status for e in episodes])
     judged = [e.correct for e in scored if e.correct is not None]
-    components: dict[str, list[float]] = {}
-    roles: dict[str, list[float]] = {}
+    components: defaultdict[str, list[float]] = defaultdict(list)
+    roles: defaultdict[str, list[float]] = defaultdict(list)
     for episode in scored:
         for name, score in episode.components.items():
-            components.setdefault(name, []).append(score)
+            components[name].append(score)
         if episode.role:
-            roles.setdefault(episode.role, []).append(episode.reward)
+            roles[episode.role].append(episode.reward)
     metrics = {
         "reward/mean": _mean(rewards),
         "reward/std": float(rewards.std()) if len(rewards) else math.nan,
@@ -184,14 +184,17 @@ def _end_to_end(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 
 def _is_flat(group: Group) -> bool:
     """Whether all completions have the same reward, those of each role if there are several."""
-    scored = [e for e in group.episodes if not math.isnan(e.reward)]
-    return len({(e.role, e.reward) for e in scored}) <= len({e.role for e in scored})
+    found = {(e.role, e.reward) for e in group.episodes if not math.isnan(e.reward)}
+    return len(found) <= len({role for role, _ in found})
 
 
 def _sampled(episodes: Sequence[Episode], lengths: np.ndarray) -> int:
     """Tokens that were sampled for some episodes; turns that several of them share are counted once. lengths: tokens of
     each episode."""
-    shared = {id(turn): len(turn.tokens) for e in episodes if e.branch for turn in e.turns if turn.sampled}
+    branched = [e for e in episodes if e.branch]
+    if not branched:
+        return int(lengths.sum())
+    shared = {id(turn): len(turn.tokens) for e in branched for turn in e.turns if turn.sampled}
     alone = (length for e, length in zip(episodes, lengths.tolist(), strict=True) if not e.branch)
     return sum(alone) + sum(shared.values())
 

@@ -12,10 +12,7 @@ MOST = 24
 
 
 class Busy:
-    """Notes when something has work: from where the first one enters until the last one has left.
-
-    As a context manager it is entered and left by one who asks.
-    """
+    """Notes when something has work: from where the first one enters until the last one has left. Also by `with`."""
 
     def __init__(self) -> None:
         self._inside = 0
@@ -23,15 +20,23 @@ class Busy:
         self._since: float | None = None
         self._found: list[Interval] = []
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
+        """One more asks."""
         self._inside += 1
         if self._inside == 1:
             self._look()
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self) -> None:
+        """One of them has its answer."""
         self._inside -= 1
         if self._inside == 0:
             self._look()
+
+    def __enter__(self) -> None:
+        self.enter()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
     def rest(self) -> None:
         """It does nothing from now on, whoever waits for it."""

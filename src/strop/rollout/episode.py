@@ -206,15 +206,23 @@ class Episode:
 
     def sampled_ids(self) -> np.ndarray:
         """Token ids of all sampled turns, in order: int64, not to be written to."""
-        turns = self.turns
-        if len(turns) == 2 and turns[0].role != "assistant" and turns[1].role == "assistant":  # as most are
-            return turns[1].tokens
-        found = [turn.tokens for turn in turns if turn.role == "assistant"]
+        if (alone := self._completion()) is not None:
+            return alone.tokens
+        found = [turn.tokens for turn in self.turns if turn.role == "assistant"]
         return found[0] if len(found) == 1 else np.concatenate([_NO_TOKENS, *found])
 
     def sampled_tokens(self) -> int:
         """How many tokens the policy sampled in the whole tree."""
+        if (alone := self._completion()) is not None:
+            return len(alone.tokens)
         return sum([len(turn.tokens) for turn in self.turns if turn.role == "assistant"])
+
+    def _completion(self) -> Turn | None:
+        """The second turn of an episode that is a prompt and its completion, as most are; None of others."""
+        if len(self.turns) != 2:
+            return None
+        prompt, completion = self.turns
+        return completion if completion.role == "assistant" and prompt.role != "assistant" else None
 
     def _append(
         self,

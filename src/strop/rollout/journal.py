@@ -95,14 +95,16 @@ class Journal:
                     self._notes[request.stream] = Note(request.tokens, result)
                 self._answered(request)
             left.discard(at)
+            if not left:
+                self._leave()
             ended(places[at], result)
 
         self._enter()
         try:
-            with self._busy:
-                await sample_all(self._engine, asked, noted)
+            await sample_all(self._engine, asked, noted)
         finally:
-            self._leave()
+            if left:
+                self._leave()
             for at in left:
                 self._answered(asked[at])
 
@@ -170,8 +172,10 @@ class Journal:
             self._idle += time.perf_counter() - self._since
             self._quiet.clear()
         self._outstanding += 1
+        self._busy.enter()
 
     def _leave(self) -> None:
+        self._busy.leave()
         self._outstanding -= 1
         if self._outstanding == 0:
             self._since = time.perf_counter()
