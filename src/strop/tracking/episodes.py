@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -290,7 +291,8 @@ def episode_table(episodes: EpisodeColumns) -> pa.Table:
             hidden = None
             if name.endswith("logprobs"):
                 mask = inside if missing is None else inside[np.repeat(~missing, lengths)]
-                hidden = ~mask | np.isnan(numbers)
+                hidden = np.isnan(numbers)
+                np.logical_or(hidden, ~mask, out=hidden)
             columns.append(_lists(numbers, lengths, hidden=hidden, missing=missing))
             continue
         values = episodes.values[name]
@@ -344,14 +346,15 @@ _CELLS: dict[str, Callable[[Any], Any]] = {
 
 
 def _in_json(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each row as JSON. Those of a group hold the same objects, mostly long texts, which are looked at once."""
-    known: dict[tuple[Any, ...], str] = {}
-    found = []
+    """Each row as JSON. Those of a group follow each other and hold the same objects, mostly long texts."""
+    found: list[str] = []
+    before: list[Any] = []
     for row in rows:
-        same = (*row, *map(type, row), *map(id, row.values()))
-        if same not in known:
-            known[same] = _AS_JSON(dict(row))
-        found.append(known[same])
+        # 1, 1.0 and True are equal, and other objects.
+        held = [*row, *row.values()]
+        same = found and len(held) == len(before) and all(map(is_, held, before))
+        found.append(found[-1] if same else _AS_JSON(dict(row)))
+        before = held
     return found
 
 

@@ -54,8 +54,7 @@ def token_batch(
     if isinstance(streams, EndToEnd):
         flat, sizes = streams.flat, streams.lengths
     lengths = np.array([len(one.tokens) for one in streams] if sizes is None else sizes, dtype=np.int64)
-    seq_ids = np.repeat(np.arange(len(streams)), lengths)
-    begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    places = np.arange(lengths.max(initial=0))
 
     def whole(name: str, dtype: torch.dtype) -> Tensor:
         found = np.concatenate([getattr(s, name) for s in streams]) if flat is None else getattr(flat, name)
@@ -63,8 +62,8 @@ def token_batch(
 
     return TokenBatch(
         input_ids=whole("tokens", torch.int64),
-        position_ids=torch.from_numpy(np.arange(len(begins)) - begins),
-        seq_ids=torch.from_numpy(seq_ids),
+        position_ids=torch.from_numpy(np.concatenate([places[:0], *(places[:length] for length in lengths)])),
+        seq_ids=torch.from_numpy(np.repeat(np.arange(len(streams)), lengths)),
         loss_mask=whole("loss_mask", torch.bool),
         sampler_logprobs=whole("logprobs", torch.float32),
         versions=whole("versions", torch.int32),
