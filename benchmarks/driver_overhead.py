@@ -15,6 +15,7 @@ from typing import Any
 import measure
 
 KINDS = ("local", "ray")
+OTHER = "other checkout"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -25,13 +26,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a completion")
     parser.add_argument("--steps", type=int, default=20, help="steps that are measured, after three that are not")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="of cluster.kind")
+    parser.add_argument("--against", type=Path, help="another checkout, whose loop is measured in turn with this one")
     parser.add_argument("--profile", help="file for cProfile's numbers of a single case; slows everything down")
     options = parser.parse_args(argv)
     if options.smoke:
         options.repeats, options.groups, options.size, options.tokens, options.steps = 1, 2, 2, 16, 2
-    script = Path(__file__).with_name("driver_overhead_side.py")
+    here = Path(__file__).parents[1]
 
-    def side(kind: str, every: int) -> dict[str, list[float]]:
+    def side(kind: str, every: int, checkout: Path = here) -> dict[str, list[float]]:
         job = {
             "kind": kind,
             "episodes_every": every,
@@ -43,16 +45,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             "threads": options.threads,
             "profile": options.profile and str(Path(options.profile).absolute()),
         }
-        return measure.fresh_process(script, [json.dumps(job)], threads=options.threads, python_path=[script.parent])
+        script = checkout.absolute() / "benchmarks" / "driver_overhead_side.py"
+        paths = [script.parent, checkout.absolute() / "src"]
+        return measure.fresh_process(script, [json.dumps(job)], threads=options.threads, python_path=paths)
 
     files = {"with episodes": 1, "without episodes": 0}
     cases = {f"{kind}, {name}": (kind, every) for kind in options.kinds for name, every in files.items()}
-    sides = {name: (lambda case=case: side(*case)) for name, case in cases.items()}
+    sides: dict[str, Any] = {}
+    for name, case in cases.items():
+        sides[name] = lambda case=case: side(*case)
+        if options.against is not None:
+            sides[f"{name}, {OTHER}"] = lambda case=case: side(*case, options.against)
     found = measure.interleaved(sides, options.repeats)
     numbers: dict[str, Any] = {
         "sizes": {name: getattr(options, name) for name in ("groups", "size", "tokens", "steps")},
         "cases": {name: summary(repeats) for name, repeats in found.items()},
     }
+    if options.against is not None:
+        numbers["ratios"] = {name: ratios(found[name], found[f"{name}, {OTHER}"]) for name in cases}
     measure.write("driver_overhead", numbers, options)
     return numbers
 
@@ -71,6 +81,14 @@ def summary(repeats: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
         "least": {part: round(1000 * min(one for repeat in repeats for one in repeat[part]), 2) for part in repeats[0]},
         "whole": [[round(1000 * one, 2) for one in repeat["whole"]] for repeat in repeats],
     }
+
+
+def ratios(ours: Sequence[dict[str, list[float]]], theirs: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    """This checkout's whole steps by the other's: of the least, of what nine in ten steps take longer than, and of the
+    medians. What else the machine does moves the last most."""
+    both = [sorted(one for repeat in repeats for one in repeat["whole"]) for repeats in (ours, theirs)]
+    places = {"least": 0, "tenth": len(both[0]) // 10, "median": len(both[0]) // 2}
+    return {name: round(both[0][at] / both[1][at], 3) for name, at in places.items()}
 
 
 if __name__ == "__main__":

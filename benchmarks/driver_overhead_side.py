@@ -50,14 +50,13 @@ class IdleEngine:
             for _ in range(groups)
         ]
 
-    async def generate_all(self, requests: Sequence[SampleRequest], ended: Callable[[int, SampleResult], None]) -> None:
-        for at, request in enumerate(requests):
-            ended(at, await self.generate(request))
-
-    async def generate(self, request: SampleRequest) -> SampleResult:
+    def answer(self, request: SampleRequest) -> SampleResult:
         group, sample = request.stream[:2]
         tokens, logprobs = self._prepared[group % self._groups][sample]
         return SampleResult(tokens, logprobs, self._versions, "length")
+
+    async def generate(self, request: SampleRequest) -> SampleResult:
+        return self.answer(request)
 
     async def update_weights(self, update: WeightUpdate) -> int:
         self._version = update.version
@@ -69,6 +68,14 @@ class IdleEngine:
 
     async def close(self) -> None:
         pass
+
+
+class EngineAtOnce(IdleEngine):
+    """The same of whole groups."""
+
+    async def generate_all(self, requests: Sequence[SampleRequest], ended: Callable[[int, SampleResult], None]) -> None:
+        for at, request in enumerate(requests):
+            ended(at, self.answer(request))
 
 
 class IdleTrainer:
@@ -140,7 +147,7 @@ class IdleRank(rank_host.RankHost):
 
 def engine_for(config: Any) -> Any:
     rollout = config.rollout
-    return IdleEngine(rollout.groups_per_step, rollout.group_size, rollout.max_new_tokens)
+    return EngineAtOnce(rollout.groups_per_step, rollout.group_size, rollout.max_new_tokens)
 
 
 def make_rank(task: Any, colocated: bool) -> IdleRank:

@@ -271,6 +271,17 @@ def test_the_loop_alone_is_timed_part_by_part(kind: str, tmp_path: Path) -> None
         assert set(found) == {"whole", "cpu of whole", *parts, *(f"cpu of {name}" for name in parts)}
 
 
+def test_the_loop_alone_is_timed_beside_that_of_another_checkout(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    numbers = smoke("driver_overhead", tmp_path / "r.json", "--kinds", "local", "--against", str(root))
+    names = ["local, with episodes", "local, without episodes"]
+    assert list(numbers["cases"]) == [both for name in names for both in (name, f"{name}, other checkout")]
+    for name, ratios in numbers["ratios"].items():
+        ours, theirs = (numbers["cases"][which]["least"]["whole"] for which in (name, f"{name}, other checkout"))
+        assert ratios["least"] == pytest.approx(ours / theirs, rel=0.01)
+        assert set(ratios) == {"least", "tenth", "median"}
+
+
 def test_packing_computes_what_padding_does(tmp_path: Path) -> None:
     numbers = smoke("packing", tmp_path / "r.json")
     assert set(numbers["ragged"]["seconds"]) == {"padded", "block_mask", "packed"}
