@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -84,6 +85,14 @@ def test_metrics_alone_are_those_of_the_weights(tokens: list[tuple[bool, float, 
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name] == pytest.approx(float(value), rel=1e-9, abs=1e-9)
+
+
+def test_metrics_alone_of_hopeless_policies() -> None:
+    for gap in (-740.0, -600.0, -300.0, 300.0):
+        found = mismatch_metrics(SAMPLER + gap, SAMPLER, MASK)
+        assert found["mismatch/effective_share"] == pytest.approx(1.0)
+        assert found["mismatch/abs_max"] == abs(gap)
+        assert math.isfinite(found["kl/sampler"])
 
 
 def test_metrics_alone_of_equal_policies_are_exact() -> None:

@@ -117,6 +117,27 @@ async def test_a_request_that_is_cancelled_elsewhere_ends_all(kind: type[OneByOn
     assert all(future.cancelled() for future in engine.futures)
 
 
+async def test_a_generate_of_ones_own_is_asked_for_each_completion() -> None:
+    class Own(Together):
+        async def generate(self, request: SampleRequest) -> SampleResult:
+            return result(50 + request.stream[0])
+
+    class Both(Own):
+        async def generate_all(self, requests: Sequence[SampleRequest], ended: Ended) -> None:
+            for at in range(len(requests)):
+                ended(at, result(70 + at))
+
+    async def replaced(request: SampleRequest) -> SampleResult:
+        return result(60 + request.stream[0])
+
+    patched = Together(2)
+    patched.generate = replaced  # type: ignore[method-assign]
+    for engine, expected in ((Own(2), [50, 51]), (patched, [60, 61]), (Both(2), [70, 71])):
+        told: dict[int, SampleResult] = {}
+        await begin(engine, told.__setitem__)
+        assert [told[at].tokens for at in range(2)] == [[one] for one in expected]
+
+
 async def test_of_several_errors_the_first_is_raised_and_none_is_left_unseen(caplog: pytest.LogCaptureFixture) -> None:
     engine = Together(3)
     running = begin(engine, lambda at, found: None)

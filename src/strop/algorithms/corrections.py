@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,23 +113,28 @@ def mismatch_metrics(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: T
 
     Returns:
         Numbers under the names of `importance_weights`.
+
+    Source: as `importance_weights`.
     """
-    with np.errstate(invalid="ignore"):  # of what the mask hides
-        between = (trainer_logprobs.numpy() - sampler_logprobs.numpy())[mask.numpy()]
+    # By NumPy's index, which takes a fifth of the time of torch's.
+    between = (trainer_logprobs - sampler_logprobs).numpy()[mask.numpy()]
     if not len(between):
         return dict.fromkeys(MISMATCH, 0.0)
     # In float64 nothing small is lost in w - 1 - log w, nothing large overflows, and a single `exp` is enough.
     difference = torch.from_numpy(between).double()
     weights = torch.exp(difference.clamp(max=EXP_LIMIT))
     tokens, total, drift = len(between), float(weights.sum()), float(difference.sum())
-    squares = float(weights.dot(weights))
+    largest = float(weights.max())
+    # As `effective_sample_size`; weights of nothing but far too unlikely tokens are too small to be squared.
+    scaled = weights if largest > 1e-100 or largest == 0.0 else weights / largest
+    squares = float(scaled.dot(scaled))
     values = (
         (total - tokens - drift) / tokens,
         -drift / tokens,
         float(max(between.max(), -between.min())),
         total / tokens,
-        float(weights.max()),
-        total * total / squares / tokens if squares > 0 else 0.0,
+        largest,
+        float(scaled.sum()) ** 2 / squares / tokens if squares > 0 else 0.0,
         0.0,
     )
     return dict(zip(MISMATCH, values, strict=True))

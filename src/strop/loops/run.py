@@ -39,6 +39,7 @@ from strop.rollout.segments import Trained
 from strop.tracking.display import Display, StepView
 from strop.tracking.episodes import EpisodeColumns, EpisodeWriter, beside, episodes_file
 from strop.tracking.system import memory_bytes
+from strop.training.batching import trained_tokens
 from strop.training.holdings import held_parts
 from strop.training.snapshot import Held
 
@@ -308,7 +309,7 @@ class Run(BaseRun):
             scored = batch.input_ids.shape[0] / max(metrics["time/scoring"], 1e-9)
             metrics["throughput/scoring_tokens_per_second"] = scored
         return metrics | {
-            "tokens/trained": float(batch.trained()),
+            "tokens/trained": float(trained_tokens(batch)),
             "time/step": seconds,
             "throughput/tokens_per_second": tokens / seconds,
             "throughput/completions_per_minute": 60 * sum(len(g.episodes) for g in sampled) / seconds,

@@ -10,6 +10,7 @@ from strop.config import Config
 from strop.loops.assembly import Roles
 from strop.planning.cards import peak_rate
 from strop.planning.flops import ModelWork, causal_pairs, work_of_config
+from strop.training.batching import trained_tokens
 
 PACKED, PAIRS = "throughput/packed_tokens", "throughput/attention_pairs"
 """What trainers count: tokens of their packed rows, and pairs of tokens that see each other; all epochs of a step."""
@@ -43,7 +44,7 @@ class Speed:
         tokens, seconds = int(lengths.sum()), times["time/training"]
         found = {"throughput/training_tokens_per_second": self._epochs * tokens / max(seconds, 1e-9)}
         works = [work for work in self._works if work is not None]
-        if not whole or len(works) < len(self._works) or seconds <= 0 or not (trained := batch.trained()):
+        if not whole or len(works) < len(self._works) or seconds <= 0 or not (trained := trained_tokens(batch)):
             return found
         # A trainer that does not count is taken to share nothing.
         packed = stats.get(PACKED) or self._epochs * tokens

@@ -29,7 +29,7 @@ from strop.loops.targets import TargetSource, check_unchanged, target_source, us
 from strop.tracking.display import Display, StepView
 from strop.tracking.summary import short_path
 from strop.tracking.system import memory_bytes
-from strop.training.batching import token_batch
+from strop.training.batching import token_batch, trained_tokens
 from strop.training.snapshot import Held
 
 SCORES = {
@@ -119,7 +119,7 @@ class SupervisedRun(BaseRun):
         started = time.perf_counter()
         seconds = started - self._step_started
         tokens = int(batch.input_ids.shape[0])
-        trained = batch.trained()
+        trained = trained_tokens(batch)
         self._tokens["trained"] += trained
         metrics = with_perplexity(stats) | self._times | self._take_waited()
         metrics |= {
@@ -260,7 +260,7 @@ class SupervisedRun(BaseRun):
             part = rows[start : start + self.settings.batch_size]
             batch = batch_of(part)
             self._fill(batch, "eval", part, f"from-{start}")
-            trained = batch.trained()
+            trained = trained_tokens(batch)
             total += trained
             for name, value in self.trainer.evaluate(batch, self.objective).items():
                 sums[name] = sums.get(name, 0.0) + value * trained

@@ -52,11 +52,11 @@ async def cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
 async def sample_all(engine: Samples, requests: Sequence[SampleRequest], ended: Ended) -> None:
     """Sample completions; each is told of when it is there, and when one fails the others are given up.
 
-    An engine that has `generate_all`, with these arguments, is asked once. A task for each request takes longer than
-    all else that is done for it.
+    An engine that has `generate_all`, with these arguments, is asked once: a task for each request takes longer than
+    all else that is done for it. Where its `generate` has been replaced since, that one is asked.
     """
-    if (together := getattr(engine, "generate_all", None)) is not None:
-        await together(requests, ended)
+    if takes_groups(engine):
+        await engine.generate_all(requests, ended)  # type: ignore[attr-defined]
         return
     if len(requests) == 1:
         ended(0, await engine.generate(requests[0]))
@@ -66,6 +66,17 @@ async def sample_all(engine: Samples, requests: Sequence[SampleRequest], ended: 
         ended(at, await engine.generate(request))
 
     await all_or_none([one(at, request) for at, request in enumerate(requests)])
+
+
+def takes_groups(engine: Samples) -> bool:
+    """Whether an engine has `generate_all`, and no `generate` that a class derived from its own, or somebody else, has
+    put in the place of the one that goes with it."""
+    for names in (getattr(engine, "__dict__", {}), *map(vars, type(engine).__mro__)):
+        if "generate_all" in names:
+            return True
+        if "generate" in names:
+            return False
+    return False
 
 
 async def as_ended(futures: Sequence[asyncio.Future[SampleResult]], ended: Ended) -> None:

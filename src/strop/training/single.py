@@ -26,7 +26,7 @@ from strop.models.layout import pack, padded
 from strop.models.logprobs import Entropy
 from strop.models.neftune import embedding_noise, noisy_embeddings
 from strop.models.repeated import RepeatedScores
-from strop.training.batching import MicroBatch, Passes, filler, micro_batches, mini_batches
+from strop.training.batching import MicroBatch, Passes, filler, micro_batches, mini_batches, trained_tokens
 from strop.training.forwards import Asked, Forwards, Given, Head
 from strop.training.optimizer import MasterOptimizer
 from strop.training.parallel.ranks import Alone, Whole
@@ -182,7 +182,7 @@ class SingleDeviceTrainer:
                 with self._forwards.running(self.model, self._forwards.plan(micro)):
                     _, found, terms, entropy = self._loss(micro, objective, denominators)
                 if found is not None:
-                    totals.add(terms, found, micro, entropy, batch.trained(), denominators[""])
+                    totals.add(terms, found, micro, entropy, trained_tokens(batch), denominators[""])
             self._ranks_of.rest(self._whole)
         return totals.means(self._ranks_of)
 
@@ -309,7 +309,7 @@ class SingleDeviceTrainer:
         self.model.train(not head_alone)
         seen = []
         denominators = objective.denominators(batch)
-        trained = batch.trained()
+        trained = trained_tokens(batch)
         sampled = batch.sampler_logprobs[batch.versions >= 0]
         first = first and len(sampled) > 0 and not bool(torch.isnan(sampled).all())
         # Noise belongs to a sequence, so none may be computed together with another.
