@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -369,9 +369,17 @@ def test_a_verifier_called_environment_is_not_the_environment() -> None:
     assert caught.value.where == "rewards.verifiers, environment"
 
 
+@dataclass(frozen=True)
+class Marked(Completed):
+    """One of a user's own, with the `__init__` that `dataclass` writes."""
+
+    mark: str = ""
+
+
 def test_ids_are_a_list_however_they_were_given() -> None:
-    given = Completed("p", "c", completion_ids=np.array([1, 2]))  # type: ignore[arg-type]
-    for item in (given, pickle.loads(pickle.dumps(given)), replace(given, finish="length"), deepcopy(given)):
+    given = Completed("p", "c", completion_ids=np.array([1, 2]))
+    derived = Marked("p", "c", completion_ids=np.array([1, 2]))  # type: ignore[arg-type]
+    for item in (derived, given, pickle.loads(pickle.dumps(given)), replace(given, finish="length"), deepcopy(given)):
         assert item.completion_ids == [1, 2]
         assert all(type(one) is int for one in item.completion_ids)
     assert given == Completed("p", "c", completion_ids=[1, 2])

@@ -117,6 +117,22 @@ async def test_a_request_that_is_cancelled_elsewhere_ends_all(kind: type[OneByOn
     assert all(future.cancelled() for future in engine.futures)
 
 
+async def test_who_waits_for_one_waits_for_the_engine_itself() -> None:
+    """A turn more of the event loop is a step of the engine, and episodes of many turns would lose one with each."""
+
+    class Never(Together):
+        async def generate_all(self, requests: Sequence[SampleRequest], ended: Ended) -> None:
+            raise AssertionError
+
+    engine, told = Never(1), list[int]()
+    running = begin(engine, lambda at, found: told.append(at))
+    await turns()
+    engine.futures[0].set_result(result(0))
+    await turns(1)
+    assert told == [0]
+    await running
+
+
 async def test_a_generate_of_ones_own_is_asked_for_each_completion() -> None:
     class Own(Together):
         async def generate(self, request: SampleRequest) -> SampleResult:

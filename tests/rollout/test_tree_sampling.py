@@ -156,6 +156,12 @@ def test_a_path_that_ends_before_the_branching_stays_one_episode() -> None:
     assert part.ends
 
 
+def test_of_a_branch_without_a_sampled_turn_nothing_is_trained() -> None:
+    episode = Episode(0, 0, branch=(0,))
+    episode.append_prompt([1, 2, 3])
+    assert segments([episode]) == []
+
+
 def test_an_environment_that_cannot_fork_after_all_fails_its_episode() -> None:
     class Stuck(Forking):
         async def fork(self) -> Forking:

@@ -129,7 +129,7 @@ def mismatch_metrics(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: T
     scaled = weights if largest > 1e-100 or largest == 0.0 else weights / largest
     squares = float(scaled.dot(scaled))
     values = (
-        (total - tokens - drift) / tokens,
+        max(total - tokens - drift, 0.0) / tokens,
         -drift / tokens,
         float(max(between.max(), -between.min())),
         total / tokens,

@@ -96,6 +96,8 @@ class EngineRouter:
             self._busy[index].enter()
             try:
                 await sample_all(engine, list(left.values()), there)
+                if left:
+                    raise RuntimeError(f"an engine has answered {len(places) - len(left)} of {len(places)} requests")
             finally:
                 if left:
                     self._busy[index].leave()

@@ -23,6 +23,9 @@ class _Ids:
             ids = item.__dict__["_ids"] = ids.tolist()
         return ids
 
+    def __set__(self, item: Any, ids: Sequence[int] | np.ndarray) -> None:
+        item.__dict__["_ids"] = ids
+
 
 @dataclass(frozen=True, init=False)
 class Completed:

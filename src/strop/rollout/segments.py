@@ -51,7 +51,8 @@ class Trained(Sequence[tuple[Episode, TokenStream]]):
         self.laid: Streams | None = None
         laid = Streams(episodes)
         if any(episode.branch for episode in episodes):
-            columns = zip(*_parts_of(laid, episodes), strict=True)
+            parts = _parts_of(laid, episodes)
+            columns = zip(*parts, strict=True) if parts else ((),) * 6
             self.episodes, self.streams, self.rewards, self.cohorts, self.units, self.ends = columns
             return
         self.episodes, self.streams, self.laid = laid.owners, laid, laid

@@ -55,11 +55,12 @@ async def sample_all(engine: Samples, requests: Sequence[SampleRequest], ended: 
     An engine that has `generate_all`, with these arguments, is asked once: a task for each request takes longer than
     all else that is done for it. Where its `generate` has been replaced since, that one is asked.
     """
+    if len(requests) == 1:
+        # Who waits for the engine itself can ask for the next turn before it takes its next step.
+        ended(0, await engine.generate(requests[0]))
+        return
     if takes_groups(engine):
         await engine.generate_all(requests, ended)  # type: ignore[attr-defined]
-        return
-    if len(requests) == 1:
-        ended(0, await engine.generate(requests[0]))
         return
 
     async def one(at: int, request: SampleRequest) -> None:

@@ -118,7 +118,13 @@ class LocalEngine:
         """See `sample_all`."""
         for request in requests:
             request.check(self._context)
-        await as_ended([self._begin(request) for request in requests], ended)
+        begun: list[asyncio.Future[SampleResult]] = []
+        try:
+            begun += map(self._begin, requests)
+            await as_ended(begun, ended)
+        finally:
+            for future in begun:
+                future.cancel()
 
     def _begin(self, request: SampleRequest, told: Callable[[int], None] | None = None) -> asyncio.Future[SampleResult]:
         sequence = UnderWay(
