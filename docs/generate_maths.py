@@ -122,6 +122,7 @@ EXAMPLES: dict[str, list[str]] = {
             'kind="truncate", high=2.0, level="geometric"',
         )
     ],
+    "mismatch_metrics": [f"mismatch_metrics({LOST}, old, everyone)"],
     "three_policies": [f"three_policies(old, {LOST}, new, everyone)"],
     "effective_sample_size": ["effective_sample_size(tensor([1.0, 1.0, 0.1]), everyone)"],
     "veto": ["veto(tensor([-12.0, -1.0, -1.0]), old, everyone, tensor([0, 0, 1]))"],
