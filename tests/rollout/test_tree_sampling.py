@@ -26,7 +26,7 @@ from strop.loops.step_batch import Chosen, has_spread, lay_out
 from strop.rollout.engine import SampleResult, SampleSettings
 from strop.rollout.episode import Episode, Group, Status
 from strop.rollout.player import Player, World
-from strop.rollout.segments import segments
+from strop.rollout.segments import Segment, Trained
 
 
 class Forking(Script):
@@ -56,6 +56,13 @@ def play(
     player = Player(policy, tokenizer, found)  # type: ignore[arg-type]
     begun = Episode(0, 2 * tree.leaves)
     return asyncio.run(player.play(begun, Asked("1 + 2?"), SampleSettings(400), (3, 1, 0), tree=tree)), policy
+
+
+def segments(episodes: list[Episode]) -> list[Segment]:
+    """What is trained of some episodes, part by part."""
+    found = Trained(episodes)
+    columns = (found.episodes, found.streams, found.rewards, found.cohorts, found.units, found.ends)
+    return [Segment(*one) for one in zip(*columns, strict=True)]
 
 
 def lines(count: int) -> list[list[dict[str, Any]]]:

@@ -70,13 +70,6 @@ class Trained(Sequence[tuple[Episode, TokenStream]]):
         return self.episodes[at], self.streams[at]
 
 
-def segments(episodes: Sequence[Episode]) -> list[Segment]:
-    """The same, part by part."""
-    found = Trained(episodes)
-    columns = (found.episodes, found.streams, found.rewards, found.cohorts, found.units, found.ends)
-    return [Segment(*one) for one in zip(*columns, strict=True)]
-
-
 def _parts_of(streams: Streams, episodes: Sequence[Episode]) -> list[Segment]:
     behind: dict[Hashable, list[float]] = {}
     for episode in episodes:

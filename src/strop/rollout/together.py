@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -80,11 +80,14 @@ def takes_groups(engine: Samples) -> bool:
     return False
 
 
-async def as_ended(futures: Sequence[asyncio.Future[SampleResult]], ended: Ended) -> None:
-    """Wait for what nobody else waits for; each is told of when it is there, and when one fails the others are
-    cancelled."""
+async def as_ended(futures: Iterable[asyncio.Future[SampleResult]], ended: Ended) -> None:
+    """Wait for what nobody else waits for; each is told of when it is there.
+
+    When one fails, or cannot be begun, the others are cancelled.
+    """
     over = asyncio.get_running_loop().create_future()
-    left = len(futures)
+    begun: list[asyncio.Future[SampleResult]] = []
+    left = 0
 
     def one(at: int, future: asyncio.Future[SampleResult]) -> None:
         nonlocal left
@@ -99,11 +102,13 @@ async def as_ended(futures: Sequence[asyncio.Future[SampleResult]], ended: Ended
         if not left and not over.done():
             over.set_result(None)
 
-    for at, future in enumerate(futures):
-        future.add_done_callback(partial(one, at))
     try:
-        if futures:
+        begun += futures
+        left = len(begun)
+        for at, future in enumerate(begun):
+            future.add_done_callback(partial(one, at))
+        if begun:
             await over
     finally:
-        for future in futures:
+        for future in begun:
             future.cancel()

@@ -118,13 +118,7 @@ class LocalEngine:
         """See `sample_all`."""
         for request in requests:
             request.check(self._context)
-        begun: list[asyncio.Future[SampleResult]] = []
-        try:
-            begun += map(self._begin, requests)
-            await as_ended(begun, ended)
-        finally:
-            for future in begun:
-                future.cancel()
+        await as_ended(map(self._begin, requests), ended)
 
     def _begin(self, request: SampleRequest, told: Callable[[int], None] | None = None) -> asyncio.Future[SampleResult]:
         sequence = UnderWay(
