@@ -6,6 +6,7 @@ import math
 import time
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from strop.rewards.alarms.statistics import (
     GRAM,
     NEARLY,
     Outcome,
+    _grams,
     candidates,
     dominance,
     length,
@@ -57,6 +59,16 @@ def test_grams_counted_together_are_those_counted_one_by_one(texts: list[str]) -
     same = [len(a & b) >= NEARLY * len(a | b) for a, b in combinations(sets, 2)]
     found = sameness(outcomes)
     assert (None if found is None else found.value) == (sum(same) / len(same) if same else None)
+
+
+@pytest.mark.parametrize("vocabulary", [17, 300, 152_000])
+def test_different_grams_are_hardly_ever_taken_for_the_same(vocabulary: int) -> None:
+    draw = np.random.default_rng(0)
+    different = np.unique(draw.integers(vocabulary, size=(60_000, GRAM)), axis=0)
+    # Behind each an end of its own: grams that reach over it are not looked at.
+    hashes = [_grams(row)[0] for row in different]
+    pairs = len(hashes) * (len(hashes) - 1) / 2
+    assert len(hashes) - len(set(hashes)) <= 10 * max(1.0, pairs / 2**32)
 
 
 @pytest.mark.parametrize(

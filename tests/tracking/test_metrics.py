@@ -297,6 +297,14 @@ def test_tensorboard_gets_the_numbers_of_a_line_in_one_event(tmp_path: Path) -> 
     assert scalars(tmp_path / "events") == expected
 
 
+def test_tensorboard_shows_what_was_logged_at_once(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path / "events", resumed_at=2)
+    for step in range(3, 6):
+        board.log(step, {"loss": float(step)}, "train")
+        assert scalars(tmp_path / "events")["loss"][-1] == (step, float(step))
+    board.close()
+
+
 def make_run(folder: Path) -> RunDirectory:
     return RunDirectory.create(folder, "quick", config_yaml="a: 1\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import socket
 import time
@@ -102,30 +103,53 @@ class TensorBoard:
     def __init__(self, folder: Path, *, resumed_at: int | None = None) -> None:
         self.folder = folder
         self._purge = None if resumed_at is None else resumed_at + 1
-        self._writers: dict[str, Any] = {}
+        self._writers: dict[str, _Events] = {}
 
     def log(self, step: int, metrics: Mapping[str, float], kind: Kind) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-        writer = self._writer("warmup" if kind == "warmup" else "")
-        # One event for all: `add_scalar` writes one for each number, and waits for the thread that does.
+        # One event for all numbers, as `add_scalar` writes one for each.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in tagged(metrics, kind).items()]
-        writer.file_writer.add_summary(Summary(value=values), step)
-        # Without this the curves of a slow run would lag by minutes.
-        writer.flush()
+        self._writer("warmup" if kind == "warmup" else "").add(step=step, summary=Summary(value=values))
 
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
 
-    def _writer(self, subfolder: str) -> Any:
+    def _writer(self, subfolder: str) -> _Events:
         if subfolder not in self._writers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = self.folder / subfolder
-            self._writers[subfolder] = SummaryWriter(log_dir=str(folder), purge_step=self._purge)
+            self._writers[subfolder] = _Events(self.folder / subfolder, purge_step=self._purge)
         return self._writers[subfolder]
+
+
+class _Events:
+    """An event file, in which an event is when it was added: a run that is slow or killed shows all of its curves.
+
+    TensorBoard's own writer has a thread for each file, and to wait for that takes as long again as to write.
+    """
+
+    def __init__(self, folder: Path, *, purge_step: int | None) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        # Never one that is there: in the same second a run may be opened again.
+        number = len(list(folder.glob(f"{name}.*")))
+        self._records = RecordWriter((folder / f"{name}.{number}").open("xb"))
+        self.add(file_version="brain.Event:2")
+        if purge_step is not None:
+            self.add(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time.time(), **event).SerializeToString())
+        self._records.flush()
+
+    def close(self) -> None:
+        self._records.close()
 
 
 class WeightsAndBiases:
