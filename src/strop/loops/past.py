@@ -123,13 +123,13 @@ class Past:
         return sum(passed) / len(passed)
 
     def _versions(self, batch: TokenBatch, trained: Trained) -> tuple[np.ndarray, np.ndarray]:
-        """Of the sampled tokens of the step's own groups, and of those of past groups."""
+        """[T] int32 of the sampled tokens of the step's own groups, and of those of past groups; -1 elsewhere."""
         versions: np.ndarray = batch.versions.numpy()
-        sampled = versions >= 0
         if not self._numbers:
-            return versions[sampled], versions[:0]
+            return versions, versions[:0]
         past = self._past_tokens(trained, batch).numpy()
-        return versions[sampled & ~past], versions[sampled & past]
+        nobody = np.int32(-1)
+        return np.where(past, nobody, versions), np.where(past, versions, nobody)
 
     def _past_tokens(self, trained: Trained, batch: TokenBatch) -> Tensor:
         """[T] bool."""
@@ -145,12 +145,14 @@ class _Ages(NamedTuple):
 
 
 def _ages(step: int, versions: np.ndarray) -> _Ages | None:
-    """Steps between tokens and the one that trains them; None without any."""
-    if not len(versions):
+    """Steps between tokens and the one that trains them; None without any. versions: int32, -1 where it is of none."""
+    newest = int(versions.max(initial=-1))
+    if newest < 0:
         return None
-    oldest, newest = int(versions.min()), int(versions.max())
+    # Without a sign -1 is the largest number there is.
+    oldest = int(versions.view(np.uint32).min())
     # Most steps train tokens of one version.
-    mean = float(step - oldest) if oldest == newest else step - float(versions.mean())
+    mean = float(step - oldest) if oldest == newest else step - float(versions[versions >= 0].mean())
     return _Ages(step - newest, step - oldest, mean)
 
 

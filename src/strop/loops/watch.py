@@ -159,6 +159,7 @@ def outcomes_of(
         return []
     answer = texts.answer(episodes[0])
     deciders = {role: _decider(by_name, e.row) for role, e in {e.role: e for e in episodes}.items()}
+    counts = {name: (verifier.weight, verifier.clip) for name, verifier in by_name.items()}
     return [
         (
             e,
@@ -172,9 +173,9 @@ def outcomes_of(
                 answer,
                 e.correct,
                 {
-                    name: by_name[name].weight * held(score, by_name[name].clip)
+                    name: counts[name][0] * held(score, counts[name][1])
                     for name, score in e.components.items()
-                    if name in by_name
+                    if name in counts
                 },
                 deciders[e.role],
             ),

@@ -68,6 +68,11 @@ class Completed:
         own["messages"] = messages
         own["environment_reward"] = environment_reward
 
+    def own_ids(self) -> list[int]:
+        """The token ids in a list that nobody else has."""
+        ids = self.__dict__["_ids"]
+        return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -263,7 +263,7 @@ def _completions(completed: Sequence[Completed]) -> list[Any]:
 
 
 def _completion_ids(completed: Sequence[Completed]) -> list[Any]:
-    return [list(item.completion_ids) for item in completed]
+    return [item.own_ids() for item in completed]
 
 
 _GIVEN = {"prompts": _prompts, "completions": _completions, "completion_ids": _completion_ids}

@@ -84,12 +84,12 @@ def rewarded(outcomes: Sequence[Outcome], lowest: float) -> list[Outcome]:
 
 def repetition(outcomes: Sequence[Outcome]) -> Found:
     """Mean share of n-grams that stood in the same completion before."""
-    return _mean(outcomes, [_repeats(grams) for grams in _ordered([one.tokens for one in outcomes])])
+    return _mean(outcomes, _repeats([one.tokens for one in outcomes]))
 
 
 def repeated(tokens: Sequence[int]) -> float:
     """Share of n-grams that are not the first of their kind; 0 where there is none."""
-    return _repeats(_ordered([tokens])[0])
+    return _repeats([tokens])[0]
 
 
 def stuffing(outcomes: Sequence[Outcome]) -> Found:
@@ -198,10 +198,14 @@ def _listed(text: str) -> int:
     return most
 
 
-def _repeats(ordered: np.ndarray) -> float:
-    """Share of numbers that are not the first of their kind, of [n] in order."""
-    size = len(ordered)
-    return 1 - (1 + np.count_nonzero(ordered[1:] != ordered[:-1])) / size if size else 0.0
+def _repeats(completions: Sequence[Sequence[int] | np.ndarray]) -> list[float]:
+    """Share of the n-grams of each completion that are not the first of their kind; 0 where there is none."""
+    ordered, edges = _ordered(completions)
+    new = ordered[1:] != ordered[:-1]
+    # One and those that differ from the one before.
+    return [
+        1 - (1 + np.count_nonzero(new[start : end - 1])) / (end - start) if end > start else 0.0 for start, end in edges
+    ]
 
 
 def _distinct(ordered: np.ndarray) -> np.ndarray:
@@ -212,16 +216,16 @@ def _distinct(ordered: np.ndarray) -> np.ndarray:
 def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Different n-grams of each completion [n], and those that each two have in common [n, n]. A completion of fewer
     tokens than an n-gram has is one itself."""
-    parts = _ordered(completions)
+    ordered, edges = _ordered(completions)
     sets = [
-        _distinct(grams if len(tokens) >= GRAM else _grams(tokens, len(tokens)))
-        for tokens, grams in zip(completions, parts, strict=True)
+        _distinct(ordered[start:end] if len(tokens) >= GRAM else _grams(tokens, len(tokens)))
+        for tokens, (start, end) in zip(completions, edges, strict=True)
     ]
     grams = np.concatenate(sets)
     owners = np.repeat(np.arange(len(sets)), [len(one) for one in sets])
     # Most n-grams are of one completion alone, and count for no pair.
-    ordered = np.sort(grams)
-    shared = _distinct(ordered[1:][ordered[1:] == ordered[:-1]])
+    whole = np.sort(grams)
+    shared = _distinct(whole[1:][whole[1:] == whole[:-1]])
     common = np.zeros((len(sets), len(sets)), dtype=np.int64)
     for start in range(0, len(shared), BLOCK):
         block = shared[start : start + BLOCK]
@@ -234,15 +238,15 @@ def _overlaps(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.nda
     return np.array([len(one) for one in sets]), common
 
 
-def _ordered(completions: Sequence[Sequence[int] | np.ndarray]) -> list[np.ndarray]:
-    """The n-grams of each completion in order, none where it has fewer tokens than one."""
+def _ordered(completions: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """The n-grams of each completion in order, and from where to where they lie; of fewer tokens than an n-gram has,
+    nowhere. Those that reach into the next completion lie between."""
     ends = [0, *accumulate(map(len, completions))]
-    # All at once; n-grams that reach into the next completion are left out.
     grams = _grams(np.concatenate(completions, dtype=np.uint32, casting="unsafe"))
-    parts = [grams[start : max(start, end - GRAM + 1)] for start, end in pairwise(ends)]
-    for part in parts:
-        part.sort()
-    return parts
+    edges = [(start, max(start, end - GRAM + 1)) for start, end in pairwise(ends)]
+    for start, end in edges:
+        grams[start:end].sort()
+    return grams, edges
 
 
 def _grams(tokens: Sequence[int] | np.ndarray, size: int = GRAM) -> np.ndarray:
