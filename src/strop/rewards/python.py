@@ -211,6 +211,8 @@ class PythonFunction:
     def _verdict(self, item: Any, index: int) -> Verdict:
         if item is None:
             return Verdict(None)
+        if type(item) is float and math.isfinite(item):
+            return Verdict(item)
         value = item
         if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
             value = value.item()

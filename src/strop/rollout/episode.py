@@ -311,14 +311,16 @@ def append_samples(places: Sequence[tuple[Episode, TurnId]], results: Sequence[S
     sure = _joined([result.logprobs for result in results], np.float32)
     served = _joined([result.versions for result in results], np.int32)
     ends = [0, *accumulate(sizes)]
-    if ends[-1] and not (_least(sure) > -np.inf and _most(sure) <= _HAIR):
+    highest = _most(sure, initial=-np.inf)
+    if ends[-1] and not (_least(sure) > -np.inf and highest <= _HAIR):
         which, position = _place(ends, int(np.argmin((sure > -np.inf) & (sure <= _HAIR))))
         raise ValueError(f"sampled token {position} has log-probability {results[which].logprobs[position]}")
     if ends[-1] and _least(served) < 0:
         which, position = _place(ends, int(np.argmax(served < 0)))
         raise ValueError(f"sampled token {position} has weight version {results[which].versions[position]}")
     ids = _ids([result.tokens for result in results])
-    np.minimum(sure, _ONE, out=sure)
+    if highest > _ONE:
+        np.minimum(sure, _ONE, out=sure)
     sure.flags.writeable = served.flags.writeable = False
     found = []
     for (episode, parent), result, at, to in zip(places, results, ends, ends[1:], strict=False):

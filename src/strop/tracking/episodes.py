@@ -184,16 +184,30 @@ def write_table(path: Path, table: pa.Table) -> None:
 
     # Of what is in lists nobody asks for the least and the most.
     plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
+    with replacing(path) as temporary, _new_file(temporary) as file:
         parquet.write_table(
             table,
-            temporary,
+            file,
             compression="zstd",
             compression_level=1,
             use_dictionary=_REPEATED,
             write_statistics=plain,
         )
+
+
+def _new_file(path: Path) -> pa.OSFile:
+    """A file to write to, whose folder is made.
+
+    Opened here, as each look at the disk is one more at which the thread that writes has to wait for the interpreter,
+    and takes it from the loop.
+    """
+    import pyarrow as pa
+
+    try:
+        return pa.OSFile(str(path), "wb")
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return pa.OSFile(str(path), "wb")
 
 
 class EpisodeWriter:
