@@ -179,6 +179,9 @@ def _places(episodes: Sequence[Episode]) -> list[int]:
 
 
 def _end_to_end(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """All parts in one array, not to be written to: a single one is given as it is."""
+    if len(parts) == 1 and parts[0].dtype == dtype:
+        return parts[0]
     return np.concatenate([np.zeros(0, dtype=dtype), *parts], dtype=dtype, casting="unsafe")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import accumulate
 from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -310,6 +311,9 @@ def episode_table(episodes: EpisodeColumns) -> pa.Table:
             columns.append(_lists(numbers, lengths, hidden=hidden, missing=missing))
             continue
         values = episodes.values[name]
+        if name == "components":
+            columns.append(_maps(values))
+            continue
         if name == "row":
             values = _in_json(values)
         elif (cell := _CELLS.get(name)) is not None:
@@ -344,12 +348,21 @@ def _lists(
     return pa.ListArray.from_arrays(pa.array(offsets), flat, type=_list_of(flat.type), mask=mask)
 
 
+def _maps(scores: Sequence[Mapping[str, float]]) -> pa.Array:
+    """A map array of names and numbers, null for NaN."""
+    import pyarrow as pa
+
+    names = _plain([name for one in scores for name in one], pa.string())
+    numbers = pa.array([float(value) for one in scores for value in one.values()], type=pa.float64(), from_pandas=True)
+    offsets = pa.array([0, *accumulate(map(len, scores))], type=pa.int32())
+    return pa.MapArray.from_arrays(offsets, names, numbers)
+
+
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
 _CELLS: dict[str, Callable[[Any], Any]] = {
-    "components": lambda scores: [(name, _number(score)) for name, score in scores.items()],
     "reward": _number,
     "answer": lambda answer: None if answer is None else str(answer),
     # A StrEnum is a string to Python but not to Arrow.
