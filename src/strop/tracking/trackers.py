@@ -108,7 +108,7 @@ class TensorBoard:
     def log(self, step: int, metrics: Mapping[str, float], kind: Kind) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
-        # One event for all numbers, as `add_scalar` writes one for each.
+        # One event for all numbers; `add_scalar` would write one for each.
         values = [Summary.Value(tag=name, simple_value=value) for name, value in tagged(metrics, kind).items()]
         self._writer("warmup" if kind == "warmup" else "").add(step=step, summary=Summary(value=values))
 
